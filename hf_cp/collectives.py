@@ -703,10 +703,10 @@ def _start_chain_on_stream(
 
 
 @torch.no_grad()
-def start_gather_states(
+def gather_states(
     M: Tensor | None, h: Tensor, mesh: CpMesh, reverse: bool = False, accept: bool = True
 ) -> PendingState:
-    """Gather every shard's (M, h) in one all-gather; `wait()` folds the ones that precede this shard.
+    """Start gathering every shard's (M, h) in one all-gather; `wait()` folds the ones that precede this shard.
 
     | | rank r returns |
     |---|---|
