@@ -1,0 +1,1 @@
+"""What the adapters of all model families share: each patched forward, written once."""

@@ -1,0 +1,77 @@
+"""Change what a module's ``forward`` does by changing its class, and back.
+
+The new class is a subclass of the stock one with the same name, so that ``isinstance``, FSDP's wrapping by class name,
+saved ``architectures`` and checks by class name go on as before. Parameters, buffers and keys are not touched, and an
+instance ``forward`` that someone else has set stays.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+_STOCK = "_hf_cp_stock_class"
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before patching; its own class where it is not patched."""
+    return getattr(type(module), _STOCK, type(module))
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether this module's class was swapped."""
+    return hasattr(type(module), _STOCK)
+
+
+@functools.cache
+def _patched_class(
+    stock: type[nn.Module], forward: Callable[..., Any] | None, attributes: tuple[tuple[str, Any], ...]
+) -> type[nn.Module]:
+    namespace: dict[str, Any] = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+        _STOCK: stock,
+        **dict(attributes),
+    }
+    if forward is not None:
+        patched = forward
+
+        @functools.wraps(stock.forward)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return patched(self, stock.forward, *args, **kwargs)
+
+        namespace["forward"] = call
+    return type(stock.__name__, (stock,), namespace)
+
+
+def swap_in(module: nn.Module, forward: Callable[..., Any] | None, attributes: Mapping[str, Any]) -> None:
+    """Give a module a subclass of its class.
+
+    Args:
+        forward: called as ``forward(module, stock_forward, *args, **kwargs)``; ``None`` keeps the stock forward.
+        attributes: class attributes of the new class.
+    """
+    _replace_base(module, stock_class(module), _patched_class(stock_class(module), forward, tuple(attributes.items())))
+
+
+def swap_out(module: nn.Module) -> None:
+    """Give a module its stock class back."""
+    stock = stock_class(module)
+    patched = next(cls for cls in type(module).__mro__ if cls.__dict__.get(_STOCK) is stock)
+    _replace_base(module, patched, stock)
+
+
+def _replace_base(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
+    cls = type(module)
+    if cls is old:
+        module.__class__ = new
+        return
+    # FSDP2 has put a subclass of its own on top: make the same one over the other base.
+    assert old in cls.__bases__, f"{cls.__name__} does not derive from {old.__name__} directly"
+    bases = tuple(new if base is old else base for base in cls.__bases__)
+    namespace = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    module.__class__ = type(cls.__name__, bases, namespace)

@@ -1,0 +1,69 @@
+"""The door of a sharded forward: what all ranks must agree on before the first message whose size depends on data."""
+
+from __future__ import annotations
+
+import torch
+
+from .collectives import exchange_objects, exchange_vector
+from .mesh import CpMesh
+
+_FIELDS = ("batch size", "sequence length", "inputs", "position ids", "attention mask", "labels", "kind of call")
+_REMEDY = (
+    "every rank of a context-parallel group must get the same batch: set dispatch_batches=False, use the same seed on "
+    "all ranks and do not shard the data over the context-parallel group"
+)
+
+
+def fingerprint(x: torch.Tensor | None) -> torch.Tensor:
+    """Order-sensitive 64-bit hash of a tensor, as an int64 scalar on its device; absent tensors hash to zero."""
+    if x is None:
+        return torch.zeros((), dtype=torch.int64)
+    x = x.detach()
+    if x.is_floating_point():
+        x = x.double().contiguous().view(torch.int64)
+    x = x.reshape(-1).to(torch.int64)
+    index = torch.arange(x.numel(), device=x.device, dtype=torch.int64)
+    mixed = (x + 0x1F3D5B79) * (index * 0x5851F42D4C957F2D + 0x14057B7EF767814F)
+    return (mixed ^ (mixed >> 29)).sum()
+
+
+def agree(
+    mesh: CpMesh,
+    *,
+    refusal: str | None,
+    inputs: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    kind: int,
+) -> None:
+    """Raise the same error on every rank of the group if a rank refuses its call or the ranks' batches differ.
+
+    One small all-gather and one host read a forward; nothing else of a forward needs the host to wait.
+
+    Args:
+        refusal: this rank's reason not to run the call, or ``None``.
+        inputs: token ids ``[B, T]`` or embeddings ``[B, T, D]`` of the whole sequence.
+        kind: a small integer for what is asked (labels, training, outputs); ranks must ask for the same.
+
+    Raises:
+        ValueError: naming what differs, the values of all ranks and the remedy.
+    """
+    if mesh.cp_size == 1:
+        if refusal is not None:
+            raise ValueError(refusal)
+        return
+    hashes = [fingerprint(x).to(inputs.device) for x in (inputs, position_ids, attention_mask, labels)]
+    head = torch.tensor([int(refusal is not None), *inputs.shape[:2]], dtype=torch.int64, device=inputs.device)
+    tail = torch.tensor([kind], dtype=torch.int64, device=inputs.device)
+    rows = exchange_vector(torch.cat([head, torch.stack(hashes), tail]), mesh)
+    if any(row[0] for row in rows):
+        reasons = exchange_objects(refusal, mesh)
+        rank, reason = next((r, text) for r, text in enumerate(reasons) if text is not None)
+        everywhere = all(text == reason for text in reasons)
+        raise ValueError(reason if everywhere else f"{reason} (refused by context-parallel rank {rank})")
+    for index, name in enumerate(_FIELDS, start=1):
+        values = [row[index] for row in rows]
+        if len(set(values)) > 1:
+            shown = f" ({', '.join(map(str, values))} on ranks 0 to {mesh.cp_size - 1})" if index <= 2 else ""
+            raise ValueError(f"{name} differs between context-parallel ranks{shown}: {_REMEDY}")

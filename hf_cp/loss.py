@@ -1,0 +1,79 @@
+"""The causal language-model loss over a sequence whose tokens lie on several ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .collectives import all_reduce_
+from .mesh import CpMesh
+
+IGNORE_INDEX = -100
+
+
+def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Align labels with the positions that predict them: ``out[:, t] = labels[:, t + 1]``, the last is ignored.
+
+    The shift happens on the whole sequence, before sharding: the target of a shard's last token is the first token of
+    the next rank.
+
+    Args:
+        labels: int64 ``[B, T]`` of the whole sequence.
+
+    Returns:
+        int64 ``[B, T]``.
+    """
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].contiguous()
+
+
+def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropy of this rank's tokens, in fp32 (fp64 for fp64 logits).
+
+    Args:
+        logits: ``[B, L, vocab]``.
+        targets: int64 ``[B, L]``, already shifted; ``-100`` is ignored. A rank with no target gives a zero that is
+            still part of the graph, so that its backward sends the same messages as the others.
+    """
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def scaled_loss(
+    local_sum: torch.Tensor,
+    valid_labels: torch.Tensor,
+    mesh: CpMesh,
+    *,
+    num_items_in_batch: torch.Tensor | int | float | None,
+    items_divided_by_ranks: bool,
+) -> torch.Tensor:
+    """This rank's loss, scaled so that the *mean* of the gradients over the ranks is the gradient of one device.
+
+    With ``W`` ranks in the group, each holding the sum ``s_r`` of its tokens' losses:
+
+    ==================  =========================
+    no item count       ``s_r * W / valid_labels``
+    Trainer's count     ``s_r / N`` (``N`` is already divided by ``W``, and Trainer multiplies by the world size)
+    anyone else's       ``s_r * W / N``
+    ==================  =========================
+
+    The value (not the gradient) is replaced by its mean over the group, so that every rank reports the loss of the
+    whole batch. Without a valid label the loss and all gradients are zero, where stock gives NaN.
+
+    Args:
+        local_sum: scalar, sum over this rank's tokens.
+        valid_labels: int64 scalar, number of targets in the whole sequence, equal on all ranks.
+        num_items_in_batch: ``N``; ``None`` for the mean over this batch.
+        items_divided_by_ranks: the count comes from Trainer's context-parallel path.
+
+    Returns:
+        Scalar, equal in value on all ranks of the group.
+    """
+    ranks = 1 if items_divided_by_ranks and num_items_in_batch is not None else mesh.cp_size
+    count = torch.as_tensor(
+        valid_labels if num_items_in_batch is None else num_items_in_batch, device=local_sum.device
+    ).to(local_sum.dtype)
+    count = torch.where(count > 0, count, torch.ones_like(count))
+    local = local_sum * ranks / count
+    mean = all_reduce_(local.detach().clone(), mesh) / mesh.cp_size
+    return local + (mean - local.detach())

@@ -1,0 +1,88 @@
+"""Full attention across ranks, around the model's own attention function.
+
+q, k and v arrive as the stock attention function gets them: ``[B, heads, L, D]`` after norm and rotary embedding.
+``ulysses`` gives that function all tokens of some heads, ``allgather`` this rank's queries and all earlier keys.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from ..collectives import exchange_heads_to_sequence, exchange_sequence_to_heads, gather_sequence
+from ..context import CpContext
+
+
+def key_value_heads(query_heads: int, kv_heads: int, cp_size: int) -> list[list[int]]:
+    """Which kv heads each rank needs when the query heads are split evenly in order.
+
+    A rank's list has one entry for each run of consecutive query heads that share a kv head, with equal runs, so that
+    grouped attention on the rank pairs them rightly. Where kv heads are fewer than ranks they repeat.
+
+    Returns:
+        One list a rank, all of the same length.
+    """
+    local, group = query_heads // cp_size, query_heads // kv_heads
+    run = math.gcd(local, group)
+    return [[(rank * local + start) // group for start in range(0, local, run)] for rank in range(cp_size)]
+
+
+def sequence_to_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: CpContext
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All tokens of this rank's heads.
+
+    Communication: ``(W - 1) / W`` of q, and of k and v with repeated kv heads counted as often as they are sent. The
+    gradients of the copies are summed.
+
+    Args:
+        q, k, v: ``[B, HQ or HKV, L, D]``.
+
+    Returns:
+        ``[B, HQ/W, T, D]`` and ``[B, HKV', T, D]``; the padding of the last rank is dropped.
+    """
+    heads = key_value_heads(q.shape[1], k.shape[1], cp.mesh.cp_size)
+    wanted = [head for rank in heads for head in rank]
+    if wanted != list(range(k.shape[1])):
+        index = torch.tensor(wanted, device=k.device)
+        k, v = k.index_select(1, index), v.index_select(1, index)
+    exchanged = exchange_sequence_to_heads([x.transpose(1, 2) for x in (q, k, v)], cp.mesh)
+    q, k, v = (cp.layout.unpad(x, 1).transpose(1, 2) for x in exchanged)
+    return q, k, v
+
+
+def heads_to_sequence(output: torch.Tensor, cp: CpContext) -> torch.Tensor:
+    """``[B, T, HQ/W, D]`` to this rank's tokens ``[B, L, HQ, D]``."""
+    return exchange_heads_to_sequence(cp.layout.pad(output, 1, 0.0), cp.mesh)
+
+
+def gather_keys(k: torch.Tensor, v: torch.Tensor, cp: CpContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values up to this rank's last token, ``[B, HKV, (r + 1) L, D]``.
+
+    Communication: each rank contributes its k and v to one all-gather; backward reduces their gradients.
+    """
+    stop = cp.layout.stop
+    both = gather_sequence(torch.stack((k, v)), cp.mesh, dim=3)[:, :, :, :stop]
+    return both[0], both[1]
+
+
+def local_mask(
+    mask: torch.Tensor | None, implementation: str, query: torch.Tensor, cp: CpContext
+) -> torch.Tensor | None:
+    """The rows of the attention mask that belong to this rank's queries, over the gathered keys.
+
+    Args:
+        mask: ``[B, 1, T, T]`` of the whole sequence, boolean (True attends) or additive, or ``None`` for causal.
+        implementation: name of the attention function. Without a mask, sdpa gets a causal bias aligned at the last
+            key (its own ``is_causal`` aligns at the first), flash attention aligns at the last by itself.
+    """
+    start, stop, length = cp.layout.start, cp.layout.stop, cp.layout.seq_len
+    if mask is None:
+        return causal_lower_right(query.shape[2], stop) if implementation == "sdpa" else None
+    blocked, open_ = (False, True) if mask.dtype == torch.bool else (torch.finfo(mask.dtype).min, 0.0)
+    rows = mask[:, :, min(start, length) : min(stop, length), : min(stop, length)]
+    rows = F.pad(rows, (0, stop - rows.shape[3]), value=blocked)
+    return F.pad(rows, (0, 0, 0, stop - start - rows.shape[2]), value=open_)

@@ -1,0 +1,165 @@
+"""Patch a model in place, and take the patch back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from . import plugin
+from .class_swap import is_patched, stock_class, swap_in, swap_out
+from .collectives import all_reduce_
+from .config import PatchConfig
+from .kernels.gdn import get_backend
+from .mesh import CpMesh
+from .models.common import attention, causal_lm, gated_delta_net, text_model
+from .models.common.family import Family
+from .models.qwen3_5 import FAMILY as QWEN3_5
+from .state import PatchState, bind, patch_state
+
+FAMILIES: tuple[Family, ...] = (QWEN3_5,)
+
+
+def patch(
+    model: nn.Module,
+    *,
+    linear_mode: str = "p2p",
+    attention_mode: str = "ulysses",
+    gdn_backend: str = "triton",
+    projection_backend: str = "torch",
+    cp_group: dist.ProcessGroup | None = None,
+) -> nn.Module:
+    """Make a model context parallel, in place.
+
+    The group comes from ``cp_group``, or from Accelerate when the model is prepared under a `ContextParallelConfig` or
+    a launch configuration with ``parallelism_config``. Without either the patched modules run on one device.
+    Parameters, state-dict keys, dtypes and ``config.architectures`` stay as they are. Patching again with the same
+    settings changes nothing.
+
+    Args:
+        model: a supported transformers model, or a module that holds one (a PEFT model, say).
+        linear_mode: Gated DeltaNet across ranks: ``"p2p"``, ``"allgather"`` or ``"ulysses"``.
+        attention_mode: full attention across ranks: ``"ulysses"`` or ``"allgather"``.
+        gdn_backend: Gated DeltaNet kernels: ``"triton"`` (CUDA) or ``"eager"`` (pure torch, any device).
+        projection_backend: exchange and projection: ``"torch"``.
+        cp_group: ranks that share one sequence, in the order of the shards.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: unknown setting, backend that cannot run here, model or layer that is not supported, head counts
+            that the group does not divide; one line that names field, value and remedy.
+    """
+    config = PatchConfig(linear_mode, attention_mode, gdn_backend, projection_backend)
+    get_backend(config.gdn_backend)
+    targets = list(_targets(model))
+    for root, _ in targets:
+        existing = root.__dict__.get("_hf_cp")
+        if existing is not None and existing.config != config:
+            raise ValueError(f"model is already patched with {existing.config}: call hf_cp.unpatch(model) first")
+    for root, family in targets:
+        _patch_root(root, family, config)
+    if cp_group is not None:
+        bind(model, CpMesh.from_group(cp_group))
+    plugin.install()
+    return model
+
+
+def unpatch(model: nn.Module) -> nn.Module:
+    """Give every patched module its stock class back, in place; the model is what it was before `patch`.
+
+    Returns:
+        The same model.
+    """
+    for module in model.modules():
+        if is_patched(module):
+            swap_out(module)
+            module.__dict__.pop("_hf_cp", None)
+    return model
+
+
+def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Average gradients over ranks in a bare training loop, without FSDP or DDP, between backward and optimizer step.
+
+    Args:
+        model: a patched model bound to a group.
+        group: ranks to average over; the context-parallel group by default. With data parallelism beside it, give the
+            group of all ranks.
+
+    Raises:
+        ValueError: the model is not patched, or FSDP holds its parameters and averages by itself.
+    """
+    state = patch_state(model)
+    if state is None:
+        raise ValueError("model is not patched: call hf_cp.patch(model) before hf_cp.average_gradients(model)")
+    mesh = state.mesh if group is None else CpMesh.from_group(group)
+    if mesh.cp_size == 1:
+        return
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if any(isinstance(p, DTensor) for p in parameters):
+        raise ValueError("model parameters are sharded by FSDP2, which averages gradients itself: drop the call")
+    buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        buckets.setdefault((p.grad.dtype, p.grad.device), []).append(p)
+    for bucket in buckets.values():
+        gradients = [p.grad for p in bucket if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in gradients])
+        mean = all_reduce_(flat, mesh).div_(mesh.cp_size).split([g.numel() for g in gradients])
+        for gradient, part in zip(gradients, mean, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _targets(model: nn.Module) -> Iterator[tuple[nn.Module, Family]]:
+    """Outermost transformers models inside ``model`` and their families.
+
+    Raises:
+        ValueError: a transformers model that no family knows.
+    """
+    roots = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    inner = {id(child) for root in roots for child in root.modules() if child is not root}
+    supported = sorted({cls.__name__ for f in FAMILIES for cls in f.causal_lms + f.backbones})
+    if not roots:
+        raise ValueError(f"model of class {type(model).__name__} holds no transformers model: give one of {supported}")
+    for root in roots:
+        family = next((f for f in FAMILIES if stock_class(root) in f.causal_lms + f.backbones), None)
+        if family is None:
+            raise ValueError(f"model of class {stock_class(root).__name__} is not supported: give one of {supported}")
+        if id(root) not in inner:
+            yield root, family
+
+
+def _patch_root(root: nn.Module, family: Family, config: PatchConfig) -> None:
+    text_config: Any = root.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    state = root.__dict__.get("_hf_cp") or PatchState(
+        config, CpMesh.single(), max(1, text_config.linear_conv_kernel_dim - 1)
+    )
+    shared = {"hf_cp_family": family}
+    mixers = 0
+    for module in list(root.modules()):
+        stock = stock_class(module)
+        if stock in family.causal_lms:
+            swap_in(module, causal_lm.forward, shared)
+            module._hf_cp = state
+        elif stock in family.backbones:
+            swap_in(module, text_model.forward, shared)
+            module._hf_cp = state
+        elif stock is family.attention:
+            swap_in(module, None, shared | {"config": attention.CONFIG_PROPERTY})
+        elif stock is family.gated_delta_net:
+            swap_in(module, gated_delta_net.forward, shared)
+            mixers += 1
+    expected = text_config.layer_types[: text_config.num_hidden_layers].count("linear_attention")
+    if mixers != expected:
+        unpatch(root)
+        raise ValueError(
+            f"{expected} linear_attention layers but {mixers} of class {family.gated_delta_net.__name__}: "
+            "replaced layer classes are not supported"
+        )

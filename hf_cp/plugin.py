@@ -1,0 +1,209 @@
+"""How a patched model enters Accelerate and Trainer.
+
+What is leaned on, and where it was read (accelerate 1.15, transformers 5.17 and 5.24): ``Accelerator._prepare_cp`` and
+``_cp_context``, ``ParallelismConfig.__post_init__``, ``_sizes`` and ``_validate_accelerator``,
+``Accelerator.gather_for_metrics``, ``Trainer._prepare_context_parallel_inputs``. The methods are wrapped once, on the
+class, and pass every model that is not patched to the original.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DistributedType, recursively_apply
+from accelerate.utils.operations import gather_object
+from torch import nn
+from torch.utils.data import DataLoader
+
+from .mesh import CpMesh
+from .models.common.causal_lm import CallOptions
+from .state import bind, patch_state
+
+_MARK = "_hf_cp_original"
+
+
+@dataclass
+class ContextParallelConfig(ParallelismConfig):
+    """Accelerate's ``ParallelismConfig`` for patched models, as ``TrainingArguments(parallelism_config=...)``.
+
+    The world is ``dp_replicate_size x dp_shard_size x cp_size`` ranks; ranks of one context-parallel group are
+    neighbours. Beyond its base class it permits ``dp_replicate_size`` with ``cp_size``, and DDP under ``cp_size``:
+
+    ===========================================  =======================================================
+    launched with FSDP2                          sharded over dp_shard x cp, replicated over dp_replicate
+    launched without FSDP                        DDP over all ranks
+    ===========================================  =======================================================
+
+    Args:
+        dp_replicate_size, dp_shard_size, cp_size: sizes; left out, they come from the launch configuration, else 1.
+
+    Raises:
+        ValueError: a size below 1, or tensor or sequence parallelism beside it.
+    """
+
+    def __post_init__(self) -> None:
+        install()
+        self._mesh_built = False
+        replicate = self.dp_replicate_size
+        if replicate is None:
+            replicate = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+        if replicate < 1:
+            raise ValueError(f"dp_replicate_size={replicate} must be at least 1")
+        self.dp_replicate_size = 1  # the base class refuses replicas beside cp, which DDP and HSDP handle
+        super().__post_init__()
+        self._set_size("dp_replicate", replicate)
+        for name in ("tp_size", "sp_size"):
+            if getattr(self, name) > 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} cannot be combined with context parallelism: set it to 1"
+                )
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether there is more than one context-parallel rank.
+
+        Accelerate refuses context parallelism without FSDP while it builds its state, and takes it for FSDP there. The
+        mesh is built right after that; from then on the answer is the true one.
+        """
+        return self._mesh_built and self.cp_size > 1
+
+    def build_device_mesh(self, device_type: str) -> Any:
+        """The base class's mesh, with the same names."""
+        self._mesh_built = True
+        return super().build_device_mesh(device_type)
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        if self.total_size == 1:
+            super()._validate_accelerator(accelerator)
+            return
+        _check_world(self, accelerator)
+
+
+def _check_world(config: ParallelismConfig, accelerator: Accelerator) -> None:
+    """Raise where the sizes do not make up the world, or a wrapper cannot carry context parallelism."""
+    ranks, cp_size = accelerator.num_processes, config.cp_size
+    if config.total_size != ranks:
+        working = f"cp_size={cp_size}, dp_shard_size={ranks // cp_size}" if ranks % cp_size == 0 else f"cp_size={ranks}"
+        raise ValueError(
+            f"dp_replicate_size {config.dp_replicate_size} x dp_shard_size {config.dp_shard_size} x cp_size {cp_size} "
+            f"= {config.total_size} is not the number of processes {ranks}: set for example {working}"
+        )
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(
+            f"distributed_type={accelerator.distributed_type.value} cannot be combined with context parallelism: "
+            "launch with FSDP2 or DDP"
+        )
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError("fsdp_version=1 cannot be combined with context parallelism: set fsdp_version: 2")
+    if accelerator.distributed_type != DistributedType.FSDP and config.dp_shard_size > 1:
+        raise ValueError(
+            f"dp_shard_size={config.dp_shard_size} needs FSDP2: launch with it, or set dp_replicate_size instead"
+        )
+
+
+def install() -> None:
+    """Wrap Accelerate's context-parallel preparation, and Trainer's where it is in use. Repeating it does nothing."""
+    _wrap(Accelerator, "_prepare_cp", _prepare_cp)
+
+
+def _wrap(cls: type, name: str, replacement: Any) -> None:
+    original = getattr(cls, name)
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, self, *args, **kwargs)
+
+    setattr(method, _MARK, original)
+    setattr(cls, name, method)
+
+
+def _prepare_cp(original: Any, accelerator: Accelerator, *args: Any) -> Any:
+    """Bind patched models to the accelerator's context-parallel group; leave everything else to Accelerate."""
+    config = accelerator.dataloader_config
+    if any(isinstance(arg, DataLoader) for arg in args) and config.dispatch_batches is None:
+        config.dispatch_batches = False  # a dispatcher would give every rank of a group another batch
+    patched = [arg for arg in args if isinstance(arg, nn.Module) and patch_state(arg) is not None]
+    if not patched:
+        prepared_before = any(patch_state(model) is not None for model in accelerator._models)
+        return args if prepared_before else original(accelerator, *args)
+    if config.dispatch_batches:
+        raise ValueError("dispatch_batches=True gives context-parallel ranks different batches: set it to False")
+    parallelism = accelerator.parallelism_config
+    assert parallelism is not None and accelerator.torch_device_mesh is not None
+    _check_world(parallelism, accelerator)
+    for size in ("tp_size", "sp_size"):
+        if getattr(parallelism, size) > 1:
+            raise ValueError(
+                f"{size}={getattr(parallelism, size)} cannot be combined with context parallelism: set it to 1"
+            )
+    mesh = CpMesh.from_group(accelerator.torch_device_mesh["cp"].get_group())
+    for model in patched:
+        bind(model, mesh)
+    accelerator._cp_context = _whole_batch
+    accelerator.gather_for_metrics = types.MethodType(_gather_for_metrics, accelerator)
+    trainer = sys.modules.get("transformers.trainer")
+    if trainer is not None:
+        _wrap(trainer.Trainer, "_prepare_context_parallel_inputs", _prepare_trainer_inputs)
+    return args
+
+
+@contextlib.contextmanager
+def _whole_batch(**_: Any) -> Iterator[None]:
+    """``accelerator.maybe_context_parallel`` for patched models: they take the whole batch and shard it themselves."""
+    yield
+
+
+def _prepare_trainer_inputs(original: Any, trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
+    """Hand a patched model its whole batch, and say that the item count is Trainer's."""
+    if patch_state(model) is None or not trainer.accelerator.parallelism_config.cp_enabled:
+        return original(trainer, model, inputs)
+    for name, value in (
+        ("compute_loss_func", trainer.compute_loss_func),
+        ("label_smoothing_factor", trainer.label_smoother),
+    ):
+        if value is not None:
+            raise ValueError(f"{name} is not supported with context parallelism: leave it out")
+    return contextlib.nullcontext, {**inputs, "cp_options": CallOptions(items_divided_by_ranks=True)}
+
+
+def _gather_for_metrics(accelerator: Accelerator, input_data: Any, use_gather_object: bool = False) -> Any:
+    """``Accelerator.gather_for_metrics`` that counts each context-parallel group once.
+
+    Ranks of a group hold copies of the same samples; the copies of all but its first rank are dropped, then the
+    samples that fill up the last batch, as in the original.
+    """
+    cp_size = accelerator.parallelism_config.cp_size if accelerator.parallelism_config else 1
+
+    def first_of_each_group(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(0, (-1, cp_size, x.shape[0] // accelerator.num_processes))[:, 0].flatten(0, 1)
+
+    tensors = not use_gather_object and _only_tensors(input_data)
+    if tensors:
+        data = recursively_apply(first_of_each_group, accelerator.gather(input_data))
+    else:
+        gathered = gather_object([input_data])[::cp_size]
+        data = [item for part in gathered for item in part]
+    state = accelerator.gradient_state
+    if not state.end_of_dataloader or state.remainder <= 0:
+        return data
+    return recursively_apply(lambda x: x[: state.remainder], data) if tensors else data[: state.remainder]
+
+
+def _only_tensors(data: Any) -> bool:
+    if isinstance(data, dict):
+        return all(_only_tensors(x) for x in data.values())
+    if isinstance(data, (list, tuple)):
+        return all(_only_tensors(x) for x in data)
+    return isinstance(data, torch.Tensor)

@@ -1,0 +1,65 @@
+"""What a patched model knows about itself, and the group it is bound to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .config import PatchConfig
+from .mesh import CpMesh
+
+
+@dataclass
+class PatchState:
+    """What a patched model knows, shared by its head and its decoder.
+
+    Args:
+        config: modes and backends.
+        mesh: the context-parallel group; of size 1 until a group is bound.
+        min_local: least tokens a rank must hold (the convolution's halo has one sender).
+    """
+
+    config: PatchConfig
+    mesh: CpMesh
+    min_local: int
+
+
+def patch_state(model: nn.Module) -> PatchState | None:
+    """The state of the first patched model inside ``model``, or ``None``."""
+    return next((m.__dict__["_hf_cp"] for m in model.modules() if "_hf_cp" in m.__dict__), None)
+
+
+def bind(model: nn.Module, mesh: CpMesh) -> None:
+    """Tie every patched model inside ``model`` to a context-parallel group.
+
+    Raises:
+        ValueError: head counts that the group does not divide, or a model that is tied to another group.
+    """
+    bound = {id(s): (m, s) for m in model.modules() if (s := m.__dict__.get("_hf_cp")) is not None}
+    for module, state in bound.values():
+        if state.mesh.cp_size > 1 and (state.mesh.cp_size, state.mesh.cp_rank) != (mesh.cp_size, mesh.cp_rank):
+            raise ValueError(
+                f"cp_group of {state.mesh.cp_size} ranks is already bound to the model, which cannot be bound to a "
+                f"group of {mesh.cp_size}: give cp_group or prepare with Accelerate, not both"
+            )
+        _check_heads(module.config.get_text_config(), state.config, mesh.cp_size)
+    for _, state in bound.values():
+        state.mesh = mesh
+
+
+def _check_heads(text_config: Any, config: PatchConfig, cp_size: int) -> None:
+    """Raise where a mode's head counts are not divisible by the group."""
+    linear = (text_config.linear_num_key_heads, text_config.linear_num_value_heads)
+    if config.linear_mode == "ulysses" and any(heads % cp_size for heads in linear):
+        raise ValueError(
+            f"linear_mode='ulysses' needs key/value heads {linear[0]}/{linear[1]} divisible by cp_size {cp_size}: "
+            "choose linear_mode='p2p' or 'allgather'"
+        )
+    heads = text_config.num_attention_heads
+    if config.attention_mode == "ulysses" and heads % cp_size:
+        raise ValueError(
+            f"attention_mode='ulysses' needs {heads} attention heads divisible by cp_size {cp_size}: "
+            "choose attention_mode='allgather'"
+        )

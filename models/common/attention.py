@@ -1,0 +1,95 @@
+"""Full attention of a patched model: the stock forward, with the exchange around its attention function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from hf_cp.context import CpContext
+from hf_cp.modes import attention as modes
+
+IMPLEMENTATION = "hf_cp"
+# Attention functions that `attention_mode="allgather"` can align at the last key.
+ALLGATHER_IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
+
+
+class _ConfigView:
+    """The model's config, except that it names our attention function. The config itself stays as it is."""
+
+    _attn_implementation = IMPLEMENTATION
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_config":  # while being copied
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
+class _ModuleView:
+    """An attention module that holds this rank's heads only."""
+
+    def __init__(self, module: nn.Module, num_key_value_groups: int) -> None:
+        self._module = module
+        self.num_key_value_groups = num_key_value_groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _config_property() -> property:
+    """A class attribute ``config`` for patched attention classes: stock code reads the view, writes go through."""
+
+    def read(module: nn.Module) -> Any:
+        return _ConfigView(module.__dict__["config"])
+
+    def write(module: nn.Module, config: Any) -> None:
+        module.__dict__["config"] = config
+
+    return property(read, write)
+
+
+CONFIG_PROPERTY = _config_property()
+
+
+def attention_function(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cp_context: CpContext | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The model's own attention function over a sharded sequence.
+
+    Args:
+        query, key, value: ``[B, heads, L, D]``, this rank's tokens after norm and rotary embedding.
+        attention_mask: the mask of the *whole* sequence as the model's attention function wants it.
+        cp_context: absent where nothing is sharded: then this is the stock call.
+
+    Returns:
+        ``[B, L, HQ, D]`` and ``None`` (the stock weights where nothing is sharded).
+    """
+    name = module.__dict__["config"]._attn_implementation
+    stock: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, type(module).hf_cp_family.eager_attention)
+    if cp_context is None or cp_context.mesh.cp_size == 1:
+        return stock(module, query, key, value, attention_mask, **kwargs)
+    kwargs["position_ids"] = cp_context.position_ids
+    if cp_context.config.attention_mode == "ulysses":
+        query, key, value = modes.sequence_to_heads(query, key, value, cp_context)
+        view = _ModuleView(module, query.shape[1] // key.shape[1])
+        output, _ = stock(view, query, key, value, attention_mask, **kwargs)
+        return modes.heads_to_sequence(output, cp_context), None
+    key, value = modes.gather_keys(key, value, cp_context)
+    mask = modes.local_mask(attention_mask, name, query, cp_context)
+    output, _ = stock(module, query, key, value, mask, **kwargs)
+    return output, None
+
+
+AttentionInterface.register(IMPLEMENTATION, attention_function)

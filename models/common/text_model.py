@@ -1,0 +1,198 @@
+"""The decoder of a patched model: whole batch in, this rank's tokens through the layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
+
+from hf_cp.collectives import gather_sequence
+from hf_cp.context import CpContext
+from hf_cp.entry import agree
+from hf_cp.layout import ShardLayout, cu_seqlens_from_position_ids
+
+from .attention import ALLGATHER_IMPLEMENTATIONS
+from .signature import CallArguments
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The batch as the user gave it, over the whole sequence, the same on every rank of the group.
+
+    Args:
+        inputs: token ids ``[B, T]`` or embeddings ``[B, T, D]``.
+        attention_mask: ``[B, T]``, or ``None``.
+        position_ids: ``[B, T]`` or ``[3 or 4, B, T]``, or ``None``.
+        cu_seqlens: packing boundaries ``[N+1]`` given by the caller, or ``None``.
+    """
+
+    inputs: torch.Tensor
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+
+    @property
+    def text_position_ids(self) -> torch.Tensor | None:
+        """Text positions ``[B, T]``: three rows alone are image coordinates and say nothing about documents."""
+        if self.position_ids is None or self.position_ids.ndim == 2:
+            return self.position_ids
+        return self.position_ids[0] if self.position_ids.shape[0] == 4 else None
+
+    @property
+    def packed(self) -> bool:
+        """Several documents in a row: boundaries were given, or positions restart where nothing is padded."""
+        if self.cu_seqlens is not None:
+            return True
+        positions, mask = self.text_position_ids, self.attention_mask
+        if positions is None or (mask is not None and not bool((mask == 1).all())):
+            return False
+        return bool((positions[:, 1:] == 0).any())
+
+
+def is_cached(arguments: CallArguments) -> bool:
+    """Whether a call uses a KV cache: it then runs unsharded, as stock, alike on every rank."""
+    return arguments.cache is not None or bool(arguments.get("use_cache"))
+
+
+def _read_whole(arguments: CallArguments) -> Whole:
+    input_ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    if (input_ids is None) == (embeds is None):
+        raise ValueError("input_ids, inputs_embeds: give exactly one of the two")
+    return Whole(
+        input_ids if input_ids is not None else embeds,
+        arguments.get("attention_mask"),
+        arguments.get("position_ids"),
+        arguments.get("cu_seq_lens_q"),
+    )
+
+
+def _refusal(module: Any, arguments: CallArguments, whole: Whole, packed: bool) -> str | None:
+    """Why this call cannot be sharded, in one line, or ``None``."""
+    state, mask = module._hf_cp, whole.attention_mask
+    if mask is not None and mask.ndim != 2:
+        return f"attention_mask of {mask.ndim} dimensions: give a padding mask [batch, sequence] or cu_seq_lens_q"
+    if packed and whole.inputs.shape[0] != 1:
+        return f"batch size {whole.inputs.shape[0]}: packed documents need batch size 1; concatenate the rows"
+    if arguments.get("output_attentions"):
+        return "output_attentions=True: attention weights are not computed over a sharded sequence; leave it out"
+    name = module.config._attn_implementation
+    aligned = state.mesh.cp_size == 1 or state.config.attention_mode == "ulysses" or name in ALLGATHER_IMPLEMENTATIONS
+    if not aligned:
+        return (
+            f"attn_implementation={name!r}: attention_mode='allgather' aligns only "
+            f"{', '.join(ALLGATHER_IMPLEMENTATIONS)}; choose one of them or attention_mode='ulysses'"
+        )
+    return None
+
+
+def open_context(
+    module: Any,
+    arguments: CallArguments,
+    *,
+    labels: torch.Tensor | None = None,
+    kind: int = 0,
+    refusal: str | None = None,
+) -> tuple[CpContext, Whole]:
+    """Validate a call, let the ranks agree on it, and lay out the sequence.
+
+    Args:
+        module: the patched decoder.
+        labels: ``[B, T]``, part of what must agree.
+        kind: what is asked, as a small integer equal on all ranks.
+        refusal: a reason of the caller's own not to run the call.
+
+    Raises:
+        ValueError: the same line on every rank of the group.
+    """
+    state = module._hf_cp
+    mesh = state.mesh
+    whole = _read_whole(arguments)
+    packed = whole.packed
+    agree(
+        mesh,
+        refusal=refusal or _refusal(module, arguments, whole, packed),
+        inputs=whole.inputs,
+        position_ids=whole.position_ids if whole.cu_seqlens is None else whole.cu_seqlens,
+        attention_mask=whole.attention_mask,
+        labels=labels,
+        kind=kind,
+    )
+    layout = ShardLayout(whole.inputs.shape[1], mesh.cp_size, mesh.cp_rank, min_local=state.min_local)
+    positions = whole.text_position_ids
+    if not packed:
+        return CpContext(state.config, mesh, layout, layout.one_document(), None, positions), whole
+    cu_seqlens = whole.cu_seqlens
+    if cu_seqlens is None:
+        assert positions is not None
+        cu_seqlens = cu_seqlens_from_position_ids(positions)
+        assert cu_seqlens is not None
+    documents = layout.local_cu_seqlens(cu_seqlens)
+    positions = layout.document_positions(cu_seqlens)
+    return CpContext(state.config, mesh, layout, documents, layout.pad_cu_seqlens(cu_seqlens), positions), whole
+
+
+def _masks(module: Any, cp: CpContext, whole: Whole) -> dict[str, torch.Tensor | None]:
+    """The stock masks of the whole sequence: attention keeps its whole, linear attention gets this rank's part."""
+    batch, length = whole.inputs.shape[:2]
+    shape_only = torch.empty(batch, length, 0, dtype=module.embed_tokens.weight.dtype, device=whole.inputs.device)
+    packed = cp.cu_seqlens is not None
+    attention_mask = None if packed else whole.attention_mask
+    position_ids = cp.position_ids if packed else None
+    full = create_causal_mask(module.config, shape_only, attention_mask, None, position_ids=position_ids)
+    linear = create_recurrent_attention_mask(module.config, shape_only, attention_mask, None)
+    return {
+        "full_attention": full,
+        "linear_attention": None if linear is None else cp.layout.shard(linear, 1, 0),
+    }
+
+
+def run_local(module: Any, stock_forward: Any, arguments: CallArguments, cp: CpContext, whole: Whole) -> Any:
+    """Run the stock decoder on this rank's tokens; every tensor in its output is local, ``[B, L, ...]``."""
+    layout = cp.layout
+    position_ids = whole.position_ids
+    if position_ids is None and cp.cu_seqlens is not None:
+        position_ids = cp.position_ids
+    if position_ids is None:
+        position_ids = torch.arange(layout.seq_len, device=whole.inputs.device).expand(whole.inputs.shape[0], -1)
+    name, pad = "input_ids", module.config.pad_token_id or 0
+    if whole.inputs.is_floating_point():
+        name, pad = "inputs_embeds", 0.0
+    changes = {"input_ids": None, "inputs_embeds": None, name: layout.shard(whole.inputs, 1, pad)}
+    return stock_forward(
+        module,
+        **arguments.replace(
+            **changes,
+            attention_mask=_masks(module, cp, whole),
+            position_ids=layout.shard_position_ids(position_ids),
+            use_cache=False,
+            cp_context=cp,
+        ),
+    )
+
+
+def whole_sequence(x: torch.Tensor, cp: CpContext) -> torch.Tensor:
+    """Every rank's tokens ``[B, L, ...]`` as one sequence ``[B, T, ...]``, in order and without padding."""
+    return cp.layout.unpad(gather_sequence(x, cp.mesh, dim=1), 1)
+
+
+def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """The decoder, called by a user: whole batch in, whole hidden states out. With a cache: the stock forward.
+
+    Under a patched head the keyword ``cp_context`` with the opened context (and the whole batch) is given, and the
+    hidden states stay local.
+    """
+    arguments = CallArguments(stock_forward, args, kwargs)
+    opened = arguments.pop("cp_opened")
+    if opened is not None:
+        return run_local(module, stock_forward, arguments, *opened)
+    return_dict = arguments.pop("return_dict")
+    if is_cached(arguments):
+        return stock_forward(module, **arguments.replace())
+    cp, whole = open_context(module, arguments)
+    output = run_local(module, stock_forward, arguments, cp, whole)
+    output["last_hidden_state"] = whole_sequence(output["last_hidden_state"], cp)
+    if output.get("hidden_states") is not None:
+        output["hidden_states"] = tuple(whole_sequence(x, cp) for x in output["hidden_states"])
+    return output.to_tuple() if return_dict is False else output
