@@ -703,7 +703,7 @@ def _start_chain_on_stream(
 
 
 @torch.no_grad()
-def gather_states(
+def start_gather_states(
     M: Tensor | None, h: Tensor, mesh: CpMesh, reverse: bool = False, accept: bool = True
 ) -> PendingState:
     """Start gathering every shard's (M, h) in one all-gather; `wait()` folds the ones that precede this shard.
