@@ -161,7 +161,7 @@ class ShardLayout:
         return (F.pad(cu_seqlens, (0, 1), value=self.padded_len) if self.padding else cu_seqlens).to(torch.int32)
 
     def document_positions(self, cu_seqlens: Tensor) -> Tensor:
-        """Position of each token in its document, int64 `[1, T]`, from boundaries `[N+1]` over the unpadded sequence."""
+        """Position of each token in its document, int64 `[1, T]`, from boundaries `[N+1]` without the padding."""
         starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
         index = torch.arange(self.seq_len, device=cu_seqlens.device)
         return (index - torch.repeat_interleave(starts, lengths, output_size=self.seq_len))[None]

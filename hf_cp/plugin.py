@@ -12,7 +12,6 @@ import contextlib
 import functools
 import os
 import sys
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +47,7 @@ class ContextParallelConfig(ParallelismConfig):
         dp_replicate_size, dp_shard_size, cp_size: sizes; left out, they come from the launch configuration, else 1.
 
     Raises:
-        ValueError: a size below 1, or tensor or sequence parallelism beside it.
+        ValueError: a size below 1.
     """
 
     def __post_init__(self) -> None:
@@ -92,6 +91,10 @@ class ContextParallelConfig(ParallelismConfig):
 def _check_world(config: ParallelismConfig, accelerator: Accelerator) -> None:
     """Raise where the sizes do not make up the world, or a wrapper cannot carry context parallelism."""
     ranks, cp_size = accelerator.num_processes, config.cp_size
+    for name in ("tp_size", "sp_size"):
+        size = getattr(config, name)
+        if size > 1:
+            raise ValueError(f"{name}={size} cannot be combined with context parallelism: set it to 1")
     if config.total_size != ranks:
         working = f"cp_size={cp_size}, dp_shard_size={ranks // cp_size}" if ranks % cp_size == 0 else f"cp_size={ranks}"
         raise ValueError(
@@ -114,6 +117,8 @@ def _check_world(config: ParallelismConfig, accelerator: Accelerator) -> None:
 def install() -> None:
     """Wrap Accelerate's context-parallel preparation, and Trainer's where it is in use. Repeating it does nothing."""
     _wrap(Accelerator, "_prepare_cp", _prepare_cp)
+    _wrap(Accelerator, "prepare_model", _prepare_model)
+    _wrap(Accelerator, "gather_for_metrics", _gather_for_metrics)
 
 
 def _wrap(cls: type, name: str, replacement: Any) -> None:
@@ -136,27 +141,33 @@ def _prepare_cp(original: Any, accelerator: Accelerator, *args: Any) -> Any:
         config.dispatch_batches = False  # a dispatcher would give every rank of a group another batch
     patched = [arg for arg in args if isinstance(arg, nn.Module) and patch_state(arg) is not None]
     if not patched:
-        prepared_before = any(patch_state(model) is not None for model in accelerator._models)
-        return args if prepared_before else original(accelerator, *args)
+        return args if _serves_patched(accelerator) else original(accelerator, *args)
     if config.dispatch_batches:
         raise ValueError("dispatch_batches=True gives context-parallel ranks different batches: set it to False")
-    parallelism = accelerator.parallelism_config
-    assert parallelism is not None and accelerator.torch_device_mesh is not None
-    _check_world(parallelism, accelerator)
-    for size in ("tp_size", "sp_size"):
-        if getattr(parallelism, size) > 1:
-            raise ValueError(
-                f"{size}={getattr(parallelism, size)} cannot be combined with context parallelism: set it to 1"
-            )
-    mesh = CpMesh.from_group(accelerator.torch_device_mesh["cp"].get_group())
     for model in patched:
-        bind(model, mesh)
+        _bind(accelerator, model)
+    return args
+
+
+def _prepare_model(original: Any, accelerator: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Bind a model that is prepared alone, as Trainer does to evaluate without training."""
+    parallelism = accelerator.parallelism_config
+    if parallelism is not None and parallelism.cp_enabled and patch_state(model) is not None:
+        _bind(accelerator, model)
+    return original(accelerator, model, *args, **kwargs)
+
+
+def _bind(accelerator: Accelerator, model: nn.Module) -> None:
+    """Tie a patched model to the accelerator's context-parallel group, and Trainer to patched models."""
+    parallelism = accelerator.parallelism_config
+    assert parallelism is not None
+    assert accelerator.torch_device_mesh is not None
+    _check_world(parallelism, accelerator)
+    bind(model, CpMesh.from_group(accelerator.torch_device_mesh["cp"].get_group()))
     accelerator._cp_context = _whole_batch
-    accelerator.gather_for_metrics = types.MethodType(_gather_for_metrics, accelerator)
     trainer = sys.modules.get("transformers.trainer")
     if trainer is not None:
         _wrap(trainer.Trainer, "_prepare_context_parallel_inputs", _prepare_trainer_inputs)
-    return args
 
 
 @contextlib.contextmanager
@@ -178,20 +189,25 @@ def _prepare_trainer_inputs(original: Any, trainer: Any, model: nn.Module, input
     return contextlib.nullcontext, {**inputs, "cp_options": CallOptions(items_divided_by_ranks=True)}
 
 
-def _gather_for_metrics(accelerator: Accelerator, input_data: Any, use_gather_object: bool = False) -> Any:
+def _gather_for_metrics(
+    original: Any, accelerator: Accelerator, input_data: Any, use_gather_object: bool = False
+) -> Any:
     """``Accelerator.gather_for_metrics`` that counts each context-parallel group once.
 
     Ranks of a group hold copies of the same samples; the copies of all but its first rank are dropped, then the
     samples that fill up the last batch, as in the original.
     """
-    cp_size = accelerator.parallelism_config.cp_size if accelerator.parallelism_config else 1
+    if not _serves_patched(accelerator):
+        return original(accelerator, input_data, use_gather_object)
+    parallelism = accelerator.parallelism_config
+    cp_size = parallelism.cp_size if parallelism is not None and parallelism.cp_enabled else 1
 
     def first_of_each_group(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(0, (-1, cp_size, x.shape[0] // accelerator.num_processes))[:, 0].flatten(0, 1)
 
     tensors = not use_gather_object and _only_tensors(input_data)
     if tensors:
-        data = recursively_apply(first_of_each_group, accelerator.gather(input_data))
+        data: Any = recursively_apply(first_of_each_group, accelerator.gather(input_data))
     else:
         gathered = gather_object([input_data])[::cp_size]
         data = [item for part in gathered for item in part]
@@ -199,6 +215,10 @@ def _gather_for_metrics(accelerator: Accelerator, input_data: Any, use_gather_ob
     if not state.end_of_dataloader or state.remainder <= 0:
         return data
     return recursively_apply(lambda x: x[: state.remainder], data) if tensors else data[: state.remainder]
+
+
+def _serves_patched(accelerator: Accelerator) -> bool:
+    return any(patch_state(model) is not None for model in accelerator._models)
 
 
 def _only_tensors(data: Any) -> bool:

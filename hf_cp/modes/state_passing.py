@@ -68,7 +68,7 @@ def start(inputs: SpanInputs, cp: CpContext, exchange: Exchange) -> Callable[[],
 
 def _summary(inputs: SpanInputs, cp: CpContext) -> tuple[torch.Tensor | None, torch.Tensor]:
     """``(M, h)`` of the last local document; ``M`` is ``None`` where that document starts on this rank."""
-    q, k, v, g, beta = inputs
+    _, k, v, g, beta = inputs
     batch, _, value_heads, value_dim = v.shape
     if not cp.documents.continues_into_next:
         return None, _zero_state(v, (batch, value_heads, k.shape[-1], value_dim))
