@@ -16,6 +16,7 @@ Shapes below use B batch, L = seq_len_local, W = cp_size, H heads, D head dim, H
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -97,16 +98,18 @@ def _send_all_reduce(x: Tensor, mesh: CpMesh) -> _Transfer:
     return _Transfer((work,), None, received, x.device)
 
 
-def _send_to(x: Tensor | None, to: int | None, received: Tensor | None, source: int | None, mesh: CpMesh) -> list[Any]:
+def _send_to(
+    x: Tensor | None, to: int | None, received: Tensor | None, source: int | None, mesh: CpMesh, tag: int = 0
+) -> list[Any]:
     """Post one send and one receive together, so that neither waits for the other; ends of the chain post only one."""
     _check_abandoned()
     ops = []
     if to is not None:
         assert x is not None
-        ops.append(dist.P2POp(dist.isend, x, group=mesh.group, group_peer=to))
+        ops.append(dist.P2POp(dist.isend, x, group=mesh.group, tag=tag, group_peer=to))
     if source is not None:
         assert received is not None
-        ops.append(dist.P2POp(dist.irecv, received, group=mesh.group, group_peer=source))
+        ops.append(dist.P2POp(dist.irecv, received, group=mesh.group, tag=tag, group_peer=source))
     # A batch uses the group's own communicator; single NCCL sends would create one communicator per pair.
     return dist.batch_isend_irecv(ops) if ops else []
 
@@ -586,6 +589,20 @@ def _check_states(M: Tensor | None, h: Tensor) -> None:
         )
 
 
+# Chains started on each group. A chain's send may be posted long after its receive, with other messages to the same
+# neighbour in between; gloo pairs by tag, so each chain has its own. (NCCL has no tags; there a chain posts both at
+# once, in program order.)
+_chains_started: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def _next_chain_tag(mesh: CpMesh) -> int:
+    assert mesh.group is not None
+    started = _chains_started.get(mesh.group, 0)
+    _chains_started[mesh.group] = started + 1
+    # Tag 0 is everybody else's.
+    return 1 + started % 65536
+
+
 class PendingState:
     """A boundary state under way; `wait()` returns it, `[B, HV, K, V]`, once."""
 
@@ -648,11 +665,12 @@ def start_state_chain(
     if h.device.type == "cuda" and not mesh.stages_through_cpu(h.device):
         return _start_chain_on_stream(M, h, mesh, source, to, reverse, accept)
 
+    tag = _next_chain_tag(mesh)
     wire = h.new_empty(h.shape, device="cpu" if mesh.stages_through_cpu(h.device) else h.device)
-    receiving = _send_to(None, None, wire, source, mesh)
+    receiving = _send_to(None, None, wire, source, mesh, tag)
     # The first rank of the chain waits for nobody.
     sent = h.contiguous().to(wire.device) if source is None else None
-    sending = _send_to(sent, to, None, None, mesh) if source is None else []
+    sending = _send_to(sent, to, None, None, mesh, tag) if source is None else []
 
     def finish() -> Tensor:
         nonlocal sent, sending
@@ -663,7 +681,7 @@ def start_state_chain(
                 work.wait()
             state = wire.to(h.device) if accept else torch.zeros_like(h)
             sent = _advance(M, h, state if accept else None, reverse).contiguous().to(wire.device)
-            sending = _send_to(sent, to, None, None, mesh)
+            sending = _send_to(sent, to, None, None, mesh, tag)
         # The neighbour's receive was posted before it could ask for anything that comes after this state.
         for work in sending:
             work.wait()

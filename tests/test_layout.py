@@ -95,10 +95,37 @@ def test_local_cu_seqlens_against_brute_force(seq_len: int, cp_size: int) -> Non
             local = layout.local_cu_seqlens(torch.tensor(edges))
             bounds, before, after = brute_force(layout, documents)
             assert list(local.bounds) == bounds
+            assert local.cu_seqlens is not None
             assert local.cu_seqlens.tolist() == bounds
             assert local.cu_seqlens.dtype == torch.int32
             assert (local.continues_from_previous, local.continues_into_next) == (before, after)
             assert local.max_seqlen == max(b - a for a, b in itertools.pairwise(bounds))
+
+
+@pytest.mark.parametrize("cp_size", SIZES)
+def test_whole_sequence_boundaries(cp_size: int) -> None:
+    documents = [5, 1, 11]
+    layout = ShardLayout(17, cp_size, cp_size - 1)
+    edges = torch.tensor([0, 5, 6, 17])
+    assert layout.pad_cu_seqlens(edges).tolist() == [0, 5, 6, 17, layout.padded_len][: 5 if layout.padding else 4]
+    wanted = [position for length in documents for position in range(length)]
+    positions = layout.document_positions(edges)
+    assert positions[0].tolist() == wanted
+    assert positions.dtype == torch.int64
+    again = cu_seqlens_from_position_ids(positions)
+    assert again is not None
+    assert again.tolist() == edges.tolist()
+
+
+@pytest.mark.parametrize("cp_size", SIZES)
+def test_one_document_crosses_every_inner_edge(cp_size: int) -> None:
+    for layout in layouts(2 * cp_size, cp_size):
+        local = layout.one_document()
+        wanted = layout.local_cu_seqlens([0, 2 * cp_size])
+        assert local.cu_seqlens is None
+        assert local.bounds == wanted.bounds
+        assert local.continues_from_previous == wanted.continues_from_previous
+        assert local.continues_into_next == wanted.continues_into_next
 
 
 def test_a_shard_that_starts_within_a_document_is_numbered_from_its_own_start() -> None:
