@@ -609,3 +609,44 @@ def run_cases(
             except RankFailure as failure:
                 results[name] = CaseResult(False, [], str(failure))
     return results
+
+
+# Small models.
+
+
+def tiny_qwen3_5(**overrides: Any) -> Any:
+    """A random fp32 Qwen3.5 text model with a head, small enough for gloo ranks; the same weights on every call.
+
+    Layers linear x3, full; delta-rule key/value heads 4/8, attention query/kv heads 8/2, convolution width 4.
+
+    Args:
+        overrides: fields of ``Qwen3_5TextConfig``.
+    """
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    fields: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [1, 1, 0],
+            "mrope_interleaved": True,
+        },
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(fields | overrides)))
