@@ -1,0 +1,66 @@
+# make env    a pinned environment in .venv (a no-op when up to date)
+# make test   every test; tests that need a GPU are skipped, and say so
+# make check  ruff, pyright, whitespace
+# make demo   train a small Qwen3.5 on one process and on two with context parallelism, and compare
+# make clean  remove what the above leave behind, but for .venv
+#
+# PYTHON        the interpreter that .venv is made from
+# TORCH_PIP     extra pip arguments for torch alone, for example an index that holds builds without CUDA
+
+PYTHON ?= python3.11
+TORCH_PIP ?=
+OLDEST_TRANSFORMERS := 5.17.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+OVERLAY := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
+RANGE_TESTS := $(wildcard tests/test_transformers_range.py)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+EMPTY_TREE := $(shell git hash-object -t tree /dev/null)
+
+# Nothing here may reach for the network, and two ranks must not use all cores twice.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DELETE_ON_ERROR:
+.PHONY: help env test test-oldest test-wheel check demo clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+env: $(VENV)/.stamp
+
+# torch goes first and alone: resolved together with the rest, a plain index may give it another build.
+$(VENV)/.stamp: .ci/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install $(TORCH_PIP) --constraint .ci/requirements.txt torch
+	$(PIP) install --requirement .ci/requirements.txt
+	rm -rf $(OVERLAY)
+	$(PIP) install --no-deps --target $(OVERLAY) transformers==$(OLDEST_TRANSFORMERS)
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test: env
+	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory test-oldest
+
+test-oldest: env
+ifneq ($(RANGE_TESTS),)
+	PYTHONPATH=$(abspath $(OVERLAY)) $(BIN)/python -m pytest $(RANGE_TESTS)
+endif
+
+test-wheel: env
+	$(BIN)/python -m pytest tests/test_wheel.py
+
+check: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	git diff --check $(EMPTY_TREE)
+
+demo: env
+	$(BIN)/python recipes/demo.py
+
+clean:
+	rm -rf build dist runs *.egg-info .pytest_cache .ruff_cache
+	find hf_cp kernels models recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,196 @@
+"""Train or fine-tune a causal language model with Trainer, with or without context parallelism.
+
+    python recipes/sft.py --model tiny --tokenizer PATH --dataset notes.txt --output_dir runs/notes
+    accelerate launch --config_file recipes/gpu_x8.yaml recipes/sft.py --model PATH --dataset NAME --output_dir DIR
+
+Everything here is Trainer as usual; context parallelism is the one call of `hf_cp.patch`. With `--no_patch` the package
+is not even imported, which is what the patched run is compared with. See recipes/README.md.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset, load_dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+
+# Three Gated DeltaNet layers and one of full attention, as every Qwen3.5 repeats them. The head counts divide by 2.
+NAMED_CONFIGS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    }
+}
+LOCAL_FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+@dataclass
+class ModelArguments:
+    model: str = field(
+        metadata={"help": f"Folder or hub name of a model, or a randomly initialised one: {', '.join(NAMED_CONFIGS)}."}
+    )
+    tokenizer: str | None = field(default=None, metadata={"help": "Folder or hub name; the model's own if not given."})
+    dtype: str = field(
+        default="float32", metadata={"help": "What the parameters are loaded as. Add --bf16 to compute in bfloat16."}
+    )
+    attn_implementation: str = field(default="sdpa", metadata={"help": "As in from_pretrained."})
+    patch: bool = field(default=True, metadata={"help": "Call hf_cp.patch; --no_patch trains the stock model."})
+    linear_mode: str = field(default="p2p", metadata={"help": "Gated DeltaNet layers: p2p, allgather or ulysses."})
+    attention_mode: str = field(default="ulysses", metadata={"help": "Full attention layers: ulysses or allgather."})
+    gdn_backend: str = field(default="triton", metadata={"help": "triton (GPU) or eager (any device)."})
+    projection_backend: str = field(default="torch", metadata={"help": "torch or fused."})
+
+
+@dataclass
+class DataArguments:
+    dataset: str = field(
+        metadata={"help": "A .txt, .json, .jsonl or .parquet file, or any name that datasets.load_dataset takes."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a named data set."})
+    split: str = field(default="train", metadata={"help": "Split of a named data set."})
+    streaming: bool = field(default=False, metadata={"help": "Read while training; needs --max_steps."})
+    text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
+    eval_windows: int = field(default=0, metadata={"help": "Windows held out for evaluation, from the front."})
+    seq_len: int = field(default=2048, metadata={"help": "Tokens in a window, over all context-parallel ranks."})
+    pack_batch: int = field(
+        default=1000, metadata={"help": "Texts packed at a time; what does not fill a window at the end is dropped."}
+    )
+
+
+def parse(argv: list[str]) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
+    dataclasses: Any = (ModelArguments, DataArguments, TrainingArguments)
+    parser = HfArgumentParser(dataclasses)
+    # Accelerate looks for a GPU process group under an FSDP launch unless it is told that there is none.
+    parser.set_defaults(use_cpu=not torch.accelerator.is_available())
+    plain = parser.parse_args(argv)
+    if plain.patch and plain.use_cpu:
+        # Making TrainingArguments sets up the process group, so this has to come before.
+        from hf_cp.testing import allow_fsdp2_on_cpu
+
+        allow_fsdp2_on_cpu()
+    parsed: Any = parser.parse_args_into_dataclasses(argv)
+    return parsed
+
+
+def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    dtype = getattr(torch, args.dtype)
+    if args.model not in NAMED_CONFIGS:
+        return AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=dtype, attn_implementation=args.attn_implementation
+        )
+    fields: dict[str, Any] = NAMED_CONFIGS[args.model] | {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "attn_implementation": args.attn_implementation,
+    }
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**fields)).to(dtype)
+
+
+def load_windows(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset | IterableDataset:
+    """Token windows of `seq_len`: the texts one after the other, an end-of-text token after each, cut where full."""
+    file_format = LOCAL_FORMATS.get(Path(args.dataset).suffix)
+    source: dict[str, Any] = {"path": args.dataset, "name": args.dataset_config, "split": args.split}
+    if file_format:
+        source = {"path": file_format, "data_files": args.dataset, "split": "train"}
+    if file_format == "text":
+        source["sample_by"] = "document"  # the file is one text, not one a line
+    texts: Any = load_dataset(**source, streaming=args.streaming)
+    columns = texts.column_names
+    if columns is not None and args.text_column not in columns:
+        raise ValueError(f"text_column={args.text_column!r} is not in the data set; it has {', '.join(columns)}.")
+
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def pack(batch: dict[str, list[str]]) -> dict[str, Any]:
+        encoded: Any = tokenizer(batch[args.text_column], add_special_tokens=False)["input_ids"]
+        tokens = [token for text in encoded for token in (*text, *end)]
+        starts = range(0, len(tokens) - args.seq_len + 1, args.seq_len)
+        return {"input_ids": [tokens[start : start + args.seq_len] for start in starts]}
+
+    windows = texts.map(pack, batched=True, batch_size=args.pack_batch, remove_columns=columns)
+    windows = windows.map(lambda batch: {"labels": batch["input_ids"]}, batched=True)
+    if isinstance(windows, Dataset) and len(windows) <= args.eval_windows:
+        raise ValueError(
+            f"dataset={args.dataset!r} holds {len(windows)} windows of seq_len={args.seq_len} tokens, of which "
+            f"eval_windows={args.eval_windows} are held out: give more text or a smaller seq_len."
+        )
+    return windows
+
+
+def main(argv: list[str]) -> None:
+    model_args, data_args, training_args = parse(argv)
+    set_seed(training_args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(model_args.tokenizer or model_args.model)
+    model = load_model(model_args, tokenizer)
+    with training_args.main_process_first(desc="packing the data set"):
+        windows = load_windows(data_args, tokenizer)
+    held_out = data_args.eval_windows
+    train_windows: Any = windows.skip(held_out)
+    eval_windows: Any = windows.take(held_out) if held_out else None
+
+    if model_args.patch:
+        import hf_cp
+
+        hf_cp.patch(
+            model,
+            linear_mode=model_args.linear_mode,
+            attention_mode=model_args.attention_mode,
+            gdn_backend=model_args.gdn_backend,
+            projection_backend=model_args.projection_backend,
+        )
+
+    trainer = Trainer(
+        model=model,
+        args=training_args,
+        train_dataset=train_windows,
+        eval_dataset=eval_windows,
+        processing_class=tokenizer,
+        data_collator=default_data_collator,
+    )
+    resume: str | bool | None = training_args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if resume == "last" else resume)
+    if eval_windows is not None:
+        trainer.log_metrics("eval", trainer.evaluate())
+    trainer.save_model()
+    # Loss and grad_norm of every logged step, unrounded.
+    trainer.save_state()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main(sys.argv[1:])
