@@ -370,12 +370,9 @@ def _gates(g: torch.Tensor) -> _Gates:
     """Decays of the chunks from the log-decays g [B, H, G, n, C] of their tokens.
 
     The logs of D sum just the tokens between j and i: as differences of one running sum they would carry the rounding
-    of the whole chunk's decay. They are masked before exp, since above the diagonal exp overflows.
+    of the whole chunk's decay, and above the diagonal exp would overflow. Here the logs above it are 0.
     """
-    size = g.shape[-1]
-    pair = g[..., None].expand(*g.shape, size).tril(-1).cumsum(-2)
-    above = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
-    pair = pair.masked_fill(above, float("-inf")).exp()
+    pair = g[..., None].expand(*g.shape, g.shape[-1]).tril(-1).cumsum(-2).exp().tril()
     begin = g.cumsum(-1).exp()[..., None]
     return _Gates(pair, begin, pair[..., -1:, :].mT, begin[..., -1:, :])
 
