@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from ..collectives import exchange_heads_to_sequence, exchange_sequence_to_heads, gather_sequence
@@ -59,30 +58,30 @@ def heads_to_sequence(output: torch.Tensor, cp: CpContext) -> torch.Tensor:
     return exchange_heads_to_sequence(cp.layout.pad(output, 1, 0.0), cp.mesh)
 
 
-def gather_keys(k: torch.Tensor, v: torch.Tensor, cp: CpContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values up to this rank's last token, ``[B, HKV, (r + 1) L, D]``.
+def gather_keys(
+    k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, implementation: str, cp: CpContext
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The keys and values that this rank's queries see, and the mask over them.
 
     Communication: each rank contributes its k and v to one all-gather; backward reduces their gradients.
-    """
-    stop = cp.layout.stop
-    both = gather_sequence(torch.stack((k, v)), cp.mesh, dim=3)[:, :, :, :stop]
-    return both[0], both[1]
 
-
-def local_mask(
-    mask: torch.Tensor | None, implementation: str, query: torch.Tensor, cp: CpContext
-) -> torch.Tensor | None:
-    """The rows of the attention mask that belong to this rank's queries, over the gathered keys.
+    Without a mask a rank sees the keys up to its own last token, aligned at that token: sdpa gets a causal bias (its
+    own ``is_causal`` aligns at the first key), flash attention aligns so by itself. With a mask it sees all keys, since
+    a row that masks them all still gives what the stock function makes of such a row.
 
     Args:
+        k, v: ``[B, HKV, L, D]``.
         mask: ``[B, 1, T, T]`` of the whole sequence, boolean (True attends) or additive, or ``None`` for causal.
-        implementation: name of the attention function. Without a mask, sdpa gets a causal bias aligned at the last
-            key (its own ``is_causal`` aligns at the first), flash attention aligns at the last by itself.
+        implementation: name of the attention function.
+
+    Returns:
+        k and v ``[B, HKV, S, D]`` and the mask of this rank's queries, ``[B, 1, L, S]``.
     """
-    start, stop, length = cp.layout.start, cp.layout.stop, cp.layout.seq_len
-    if mask is None:
-        return causal_lower_right(query.shape[2], stop) if implementation == "sdpa" else None
-    blocked, open_ = (False, True) if mask.dtype == torch.bool else (torch.finfo(mask.dtype).min, 0.0)
-    rows = mask[:, :, min(start, length) : min(stop, length), : min(stop, length)]
-    rows = F.pad(rows, (0, stop - rows.shape[3]), value=blocked)
-    return F.pad(rows, (0, 0, 0, stop - start - rows.shape[2]), value=open_)
+    layout = cp.layout
+    seen = layout.stop if mask is None else layout.seq_len
+    both = gather_sequence(torch.stack((k, v)), cp.mesh, dim=3)[:, :, :, :seen]
+    if mask is not None:
+        rows = layout.pad(mask, 2, True if mask.dtype == torch.bool else 0.0)[:, :, layout.start : layout.stop]
+    else:
+        rows = causal_lower_right(k.shape[2], seen) if implementation == "sdpa" else None
+    return both[0], both[1], rows

@@ -86,8 +86,7 @@ def attention_function(
         view = _ModuleView(module, query.shape[1] // key.shape[1])
         output, _ = stock(view, query, key, value, attention_mask, **kwargs)
         return modes.heads_to_sequence(output, cp_context), None
-    key, value = modes.gather_keys(key, value, cp_context)
-    mask = modes.local_mask(attention_mask, name, query, cp_context)
+    key, value, mask = modes.gather_keys(key, value, attention_mask, name, cp_context)
     output, _ = stock(module, query, key, value, mask, **kwargs)
     return output, None
 
