@@ -10,6 +10,7 @@ import math
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..collectives import exchange_heads_to_sequence, exchange_sequence_to_heads, gather_sequence
 from ..context import CpContext
@@ -83,5 +84,11 @@ def gather_keys(
     if mask is not None:
         rows = layout.pad(mask, 2, True if mask.dtype == torch.bool else 0.0)[:, :, layout.start : layout.stop]
     else:
-        rows = causal_lower_right(k.shape[2], seen) if implementation == "sdpa" else None
+        rows = _causal_at_the_last_key(k.shape[2], seen) if implementation == "sdpa" else None
     return both[0], both[1], rows
+
+
+def _causal_at_the_last_key(queries: int, keys: int) -> torch.Tensor:
+    """A mask-free bias that lets query i see keys up to ``keys - queries + i``."""
+    with _disable_current_modes():  # torch cannot make this tensor subclass under a dispatch mode (flop counters, say)
+        return causal_lower_right(queries, keys)
