@@ -104,13 +104,14 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
     parameters = [p for p in model.parameters() if p.requires_grad]
     if any(isinstance(p, DTensor) for p in parameters):
         raise ValueError("model parameters are sharded by FSDP2, which averages gradients itself: drop the call")
-    buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for p in parameters:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        buckets.setdefault((p.grad.dtype, p.grad.device), []).append(p)
-    for bucket in buckets.values():
-        gradients = [p.grad for p in bucket if p.grad is not None]
+    # A parameter without a gradient on every rank stays without one, or weight decay would move it.
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int64, device=parameters[0].device)
+    buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for p, ranks in zip(parameters, all_reduce_(used, mesh).tolist(), strict=True):
+        if ranks:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            buckets.setdefault((p.grad.dtype, p.grad.device), []).append(p.grad)
+    for gradients in buckets.values():
         flat = torch.cat([g.flatten() for g in gradients])
         mean = all_reduce_(flat, mesh).div_(mesh.cp_size).split([g.numel() for g in gradients])
         for gradient, part in zip(gradients, mean, strict=True):

@@ -9,6 +9,7 @@ class, and pass every model that is not patched to the original.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -168,6 +169,7 @@ def _bind(accelerator: Accelerator, model: nn.Module) -> None:
     trainer = sys.modules.get("transformers.trainer")
     if trainer is not None:
         _wrap(trainer.Trainer, "_prepare_context_parallel_inputs", _prepare_trainer_inputs)
+        _wrap(trainer.Trainer, "prediction_step", _prediction_step)
 
 
 @contextlib.contextmanager
@@ -186,7 +188,23 @@ def _prepare_trainer_inputs(original: Any, trainer: Any, model: nn.Module, input
     ):
         if value is not None:
             raise ValueError(f"{name} is not supported with context parallelism: leave it out")
-    return contextlib.nullcontext, {**inputs, "cp_options": CallOptions(items_divided_by_ranks=True)}
+    options = dataclasses.replace(inputs.get("cp_options") or CallOptions(), items_divided_by_ranks=True)
+    return contextlib.nullcontext, {**inputs, "cp_options": options}
+
+
+def _prediction_step(
+    original: Any,
+    trainer: Any,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    prediction_loss_only: bool,
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    """Keep the whole sequence's logits out of an evaluation that only wants the loss."""
+    if patch_state(model) is not None:
+        inputs = {**inputs, "cp_options": CallOptions(return_logits=not prediction_loss_only)}
+    return original(trainer, model, inputs, prediction_loss_only, *args, **kw)
 
 
 def _gather_for_metrics(

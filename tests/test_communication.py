@@ -123,9 +123,7 @@ def saved_case(rank: int, size: int, linear: str, attention: str, layers: tuple[
         ("p2p", "ulysses", ("linear_attention", "full_attention")),
     ],
 )
-def test_activations_shrink_with_the_group(
-    world: Worlds, linear: str, attention: str, layers: tuple[str, ...]
-) -> None:
+def test_activations_shrink_with_the_group(world: Worlds, linear: str, attention: str, layers: tuple[str, ...]) -> None:
     two = world(2).run(saved_case, linear, attention, layers)
     four = world(4).run(saved_case, linear, attention, layers)
     # States and other parts that do not depend on the length may not halve.

@@ -34,7 +34,9 @@ def gradients(model: Any) -> dict[str, Tensor]:
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Largest error of a gradient tensor, against the larger of its own norm and 1 % of the total norm."""
     total = torch.stack([g.double().norm() for g in expected.values()]).norm()
-    errors = [(found[n].double() - g.double()).norm() / max(g.double().norm(), 0.01 * total) for n, g in expected.items()]
+    errors = [
+        (found[n].double() - g.double()).norm() / max(g.double().norm(), 0.01 * total) for n, g in expected.items()
+    ]
     error = torch.stack(errors).max().item()
     return error if error == error else float("inf")
 
@@ -58,9 +60,7 @@ def each_pair(model: Any, check: Callable[[], dict[str, float]], pairs: Any = PA
     """Run a check under every pair of modes; errors by `linear/attention: quantity`."""
     errors = {}
     for linear, attention in pairs:
-        hf_cp.patch(
-            model, linear_mode=linear, attention_mode=attention, gdn_backend="eager", cp_group=dist.group.WORLD
-        )
+        hf_cp.patch(model, linear_mode=linear, attention_mode=attention, gdn_backend="eager", cp_group=dist.group.WORLD)
         errors |= {f"{linear}/{attention}: {key}": value for key, value in check().items()}
         hf_cp.unpatch(model)
     return errors
@@ -72,13 +72,15 @@ def assert_small(results: list[dict[str, float]], bound: float = BOUND) -> None:
     assert not bad, bad
 
 
-def lengths_case(rank: int, size: int, length: int, pairs: Any, overrides: dict[str, Any]) -> dict[str, float]:
-    model = tiny_qwen3_5(**overrides).train()
-    ids = token_ids(2, length)
+def lengths_case(
+    rank: int, size: int, length: int, pairs: Any, overrides: dict[str, Any], device: str = "cpu"
+) -> dict[str, float]:
+    model = tiny_qwen3_5(**overrides).train().to(device)
+    ids = token_ids(2, length).to(device)
     if length > 1:
         loss, expected = step(model, input_ids=ids, labels=ids)
     else:  # stock has no target and says NaN
-        loss, expected = torch.zeros(()), {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+        loss, expected = torch.zeros((), device=device), {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     with torch.no_grad():
         logits = model(input_ids=ids).logits
 
@@ -106,6 +108,19 @@ def test_fewer_tokens_than_the_convolution_has_taps_on_eight_ranks(world: Worlds
 
 def test_odd_world_and_heads_that_only_gathering_serves(world: Worlds) -> None:
     assert_small(world(3).run(lengths_case, 50, [("p2p", "allgather"), ("allgather", "allgather")], {}, timeout=120))
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("length", [1, 65, 1000])
+def test_lengths_on_two_gpus(world: Worlds, length: int, backend: str) -> None:
+    """Over NCCL, and over gloo, which takes CUDA tensors through the CPU."""
+    assert_small(world(2, backend=backend).run(lengths_case, length, PAIRS, {}, "cuda", timeout=300))
+
+
+@pytest.mark.gpu(1)
+def test_lengths_on_one_gpu(world: Worlds) -> None:
+    assert_small(world(1).run(lengths_case, 1000, PAIRS, {}, "cuda", timeout=300))
 
 
 def test_query_heads_of_a_rank_spanning_two_kv_heads(world: Worlds) -> None:

@@ -1,5 +1,6 @@
 """Choice of the implementation of the stage functions, by name and without fallback."""
 
+import functools
 import importlib
 from importlib.util import find_spec
 from typing import Protocol, cast
@@ -97,6 +98,7 @@ def is_available(name: str) -> bool:
     return unavailable_reason(name) is None
 
 
+@functools.cache
 def get_backend(name: str) -> Stages:
     """The stage functions of backend `name`.
 
