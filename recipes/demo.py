@@ -104,8 +104,8 @@ def draw(single: list[Step], sharded: list[Step], path: Path) -> None:
         axis.plot(steps, values, color="C3", linewidth=1.5, label="hf_cp, two processes")
         axis.set(xlabel="step", title=name)
         axis.legend()
-        # A difference of exactly zero has no place on a logarithmic axis.
-        differences = [max(relative(b, a), 1e-9) for a, b in zip(reference, values, strict=True)]
+        # A difference of exactly zero has no place on a logarithmic axis: the curve has a gap there.
+        differences = [relative(b, a) or float("nan") for a, b in zip(reference, values, strict=True)]
         axes[2].semilogy(steps, differences, marker=".", color=color, label=name)
     axes[2].axhline(LOSS_BOUND, color="0.5", linestyle="--", label="bound on the loss")
     axes[2].set(xlabel="step", title="relative difference")

@@ -69,7 +69,7 @@ class ModelArguments:
     linear_mode: str = field(default="p2p", metadata={"help": "Gated DeltaNet layers: p2p, allgather or ulysses."})
     attention_mode: str = field(default="ulysses", metadata={"help": "Full attention layers: ulysses or allgather."})
     gdn_backend: str = field(default="triton", metadata={"help": "triton (GPU) or eager (any device)."})
-    projection_backend: str = field(default="torch", metadata={"help": "torch or fused."})
+    projection_backend: str = field(default="torch", metadata={"help": "torch."})
 
 
 @dataclass
@@ -128,8 +128,9 @@ def load_windows(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Dat
     if file_format == "text":
         source["sample_by"] = "document"  # the file is one text, not one a line
     texts: Any = load_dataset(**source, streaming=args.streaming)
-    columns = texts.column_names
-    if columns is not None and args.text_column not in columns:
+    # Some formats only know their columns once they are read.
+    columns = texts.column_names or list(next(iter(texts), {}))
+    if args.text_column not in columns:
         raise ValueError(f"text_column={args.text_column!r} is not in the data set; it has {', '.join(columns)}.")
 
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

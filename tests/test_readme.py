@@ -1,0 +1,93 @@
+"""Every code block of the README runs as it is written, and its commands name targets and files that exist."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+RECIPES_README = (ROOT / "recipes" / "README.md").read_text()
+
+# What a reader brings along: a data set, and a checkpoint, for which a small random model stands in.
+PRELUDE = """
+import torch
+from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+
+def _tiny(name, **kwargs):
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
+    return Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4,
+            linear_key_head_dim=16, linear_value_head_dim=16, rope_parameters={**rope, "mrope_interleaved": True},
+        )
+    )
+
+
+AutoModelForCausalLM.from_pretrained = _tiny
+dataset = [{"input_ids": list(range(i, i + 65)), "labels": list(range(i, i + 65))} for i in range(1, 9)]
+"""
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "block", blocks(README, "python"), ids=lambda block: f"line{README[: README.index(block)].count(chr(10))}"
+)
+def test_python_block_runs(block: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PRELUDE + block)
+    ranks = 2 if "cp_size=2" in block or "init_process_group" in block else 1
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        cwd=tmp_path,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+@pytest.mark.parametrize("text", [README, RECIPES_README], ids=["README", "recipes/README"])
+def test_commands_name_what_exists(text: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = "\n".join(blocks(text, "sh"))
+    assert commands
+    mentioned = set(re.findall(r"\bmake ([a-z-]+)", commands)) | set(re.findall(r"`make ([a-z-]+)", text))
+    assert mentioned <= targets, mentioned - targets
+    for path in re.findall(r"\brecipes/[\w.]+", text):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_options_of_the_commands_exist() -> None:
+    spec = importlib.util.spec_from_file_location("readme_sft", ROOT / "recipes" / "sft.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sft = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = sft  # dataclasses look their module up there
+    spec.loader.exec_module(sft)
+    known = {
+        field.name for kind in (sft.DataArguments, sft.ModelArguments, TrainingArguments) for field in fields(kind)
+    }
+    known |= {"no_patch", "config_file", "machine_rank", "main_process_ip"}
+    commands = [block for text in (README, RECIPES_README) for block in blocks(text, "sh") if "sft.py" in block]
+    assert commands
+    for command in commands:
+        options = set(re.findall(r"--(\w+)", command))
+        assert options <= known, options - known
