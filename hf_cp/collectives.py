@@ -783,7 +783,7 @@ def exchange_vector(values: Sequence[int] | Tensor, mesh: CpMesh) -> list[list[i
         if device.type == "cpu" or local.device.type == "cuda":
             return _send_all_gather(local.to(device), mesh).wait().tolist()
         return exchange_vector(local.tolist(), mesh)
-    local = torch.tensor([int(v) for v in values], dtype=torch.int64)
+    local = torch.tensor([int(v) for v in values], dtype=torch.int64, device="cpu")
     if device.type == "cpu":
         return _send_all_gather(local, mesh).wait().tolist()
     side = _side_stream(device)
