@@ -467,6 +467,10 @@ def every_kind(rank: int, size: int) -> str:
 
     part: Any = distribute_tensor(torch.ones(4, 2), device_mesh, [Shard(0)])
     with CommunicationLog() as log:
+        # A message from within DTensor's own dispatch.
+        torch.softmax(part, 0)
+    assert log.names == ["all_gather"]
+    with CommunicationLog() as log:
         part.sum().full_tensor().item()
     assert log.names == ["all_reduce"]
     return repr(log)
