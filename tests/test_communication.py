@@ -47,8 +47,7 @@ def linear_messages(mode: str, rank: int, size: int, backward: bool) -> list[tup
     tokens = FLOAT * BATCH * local
     return [
         *halo,
-        ("all_to_all", tokens * (2 * 4 * 16 + 8 * 16)),  # q, k, v
-        ("all_to_all", tokens * 2 * 8),  # g, beta
+        ("all_to_all", tokens * (2 * 4 * 16 + 8 * 16 + 2 * 8)),  # q, k, v, g, beta in one message
         ("all_to_all", tokens * 8 * 16),  # output
     ]
 

@@ -20,9 +20,7 @@ def start(inputs: SpanInputs, cp: CpContext) -> Callable[[], torch.Tensor]:
     """Exchange sequence for heads; call the result for the output ``[B, L, HV, V]``."""
     q, k, v, g, beta = inputs
     if cp.mesh.cp_size > 1:
-        q, k, v = exchange_sequence_to_heads([q, k, v], cp.mesh)
-        g, beta = exchange_sequence_to_heads([g, beta.to(g.dtype)], cp.mesh)
-        beta = beta.to(inputs.beta.dtype)
+        q, k, v, g, beta = exchange_sequence_to_heads([q, k, v, g, beta], cp.mesh)
 
     def finish() -> torch.Tensor:
         output, _ = chunk_gated_delta_rule(
