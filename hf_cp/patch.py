@@ -20,7 +20,7 @@ from .mesh import CpMesh
 from .models.common import attention, causal_lm, gated_delta_net, text_model
 from .models.common.family import Family
 from .models.qwen3_5 import FAMILY as QWEN3_5
-from .state import PatchState, bind, patch_state
+from .state import PatchState, bind, check_group, patch_state
 
 FAMILIES: tuple[Family, ...] = (QWEN3_5,)
 
@@ -58,15 +58,19 @@ def patch(
     """
     config = PatchConfig(linear_mode, attention_mode, gdn_backend, projection_backend)
     get_backend(config.gdn_backend)
+    mesh = CpMesh.from_group(cp_group)
     targets = list(_targets(model))
-    for root, _ in targets:
+    for root, family in targets:
         existing = root.__dict__.get("_hf_cp")
         if existing is not None and existing.config != config:
             raise ValueError(f"model is already patched with {existing.config}: call hf_cp.unpatch(model) first")
+        _check_layers(root, family)
+        if cp_group is not None:
+            check_group(root, config, mesh)
     for root, family in targets:
         _patch_root(root, family, config)
     if cp_group is not None:
-        bind(model, CpMesh.from_group(cp_group))
+        bind(model, mesh)
     plugin.install()
     return model
 
@@ -137,13 +141,26 @@ def _targets(model: nn.Module) -> Iterator[tuple[nn.Module, Family]]:
             yield root, family
 
 
+def _check_layers(root: nn.Module, family: Family) -> None:
+    """Raise where a mixer is not of the family's class: it would run on each rank's tokens alone."""
+    text_config: Any = root.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    classes = [stock_class(module) for module in root.modules()]
+    layer_types = text_config.layer_types[: text_config.num_hidden_layers]
+    for layer_type, mixer in (("linear_attention", family.gated_delta_net), ("full_attention", family.attention)):
+        expected, found = layer_types.count(layer_type), classes.count(mixer)
+        if found < expected:
+            raise ValueError(
+                f"{expected} {layer_type} layers but {found} of class {mixer.__name__}: "
+                "replaced layer classes are not supported; restore them"
+            )
+
+
 def _patch_root(root: nn.Module, family: Family, config: PatchConfig) -> None:
     text_config: Any = root.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     state = root.__dict__.get("_hf_cp") or PatchState(
         config, CpMesh.single(), max(1, text_config.linear_conv_kernel_dim - 1)
     )
     shared = {"hf_cp_family": family}
-    mixers = 0
     for module in list(root.modules()):
         stock = stock_class(module)
         if stock in family.causal_lms:
@@ -156,11 +173,3 @@ def _patch_root(root: nn.Module, family: Family, config: PatchConfig) -> None:
             swap_in(module, None, shared | {"config": attention.CONFIG_PROPERTY})
         elif stock is family.gated_delta_net:
             swap_in(module, gated_delta_net.forward, shared)
-            mixers += 1
-    expected = text_config.layer_types[: text_config.num_hidden_layers].count("linear_attention")
-    if mixers != expected:
-        unpatch(root)
-        raise ValueError(
-            f"{expected} linear_attention layers but {mixers} of class {family.gated_delta_net.__name__}: "
-            "replaced layer classes are not supported"
-        )

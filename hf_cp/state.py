@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from .config import PatchConfig
@@ -39,26 +40,38 @@ def bind(model: nn.Module, mesh: CpMesh) -> None:
     """
     bound = {id(s): (m, s) for m in model.modules() if (s := m.__dict__.get("_hf_cp")) is not None}
     for module, state in bound.values():
-        if state.mesh.cp_size > 1 and (state.mesh.cp_size, state.mesh.cp_rank) != (mesh.cp_size, mesh.cp_rank):
-            raise ValueError(
-                f"cp_group of {state.mesh.cp_size} ranks is already bound to the model, which cannot be bound to a "
-                f"group of {mesh.cp_size}: give cp_group or prepare with Accelerate, not both"
-            )
-        _check_heads(module.config.get_text_config(), state.config, mesh.cp_size)
+        check_group(module, state.config, mesh)
     for _, state in bound.values():
         state.mesh = mesh
 
 
+def check_group(model: Any, config: PatchConfig, mesh: CpMesh) -> None:
+    """Raise where one model, patched or about to be, cannot be tied to a group; see `bind`."""
+    state = model.__dict__.get("_hf_cp")
+    if state is not None and state.mesh.cp_size > 1 and _ranks(state.mesh) != _ranks(mesh):
+        raise ValueError(
+            f"cp_group of {state.mesh.cp_size} ranks is already bound to the model, which cannot be bound to another "
+            f"group of {mesh.cp_size} too: give cp_group or prepare with Accelerate, not both"
+        )
+    _check_heads(model.config.get_text_config(), config, mesh.cp_size)
+
+
+def _ranks(mesh: CpMesh) -> list[int] | None:
+    return None if mesh.group is None else dist.get_process_group_ranks(mesh.group)
+
+
 def _check_heads(text_config: Any, config: PatchConfig, cp_size: int) -> None:
     """Raise where a mode's head counts are not divisible by the group."""
+    layers = text_config.layer_types[: text_config.num_hidden_layers]
     linear = (text_config.linear_num_key_heads, text_config.linear_num_value_heads)
-    if config.linear_mode == "ulysses" and any(heads % cp_size for heads in linear):
+    indivisible = "linear_attention" in layers and any(heads % cp_size for heads in linear)
+    if config.linear_mode == "ulysses" and indivisible:
         raise ValueError(
             f"linear_mode='ulysses' needs key/value heads {linear[0]}/{linear[1]} divisible by cp_size {cp_size}: "
             "choose linear_mode='p2p' or 'allgather'"
         )
     heads = text_config.num_attention_heads
-    if config.attention_mode == "ulysses" and heads % cp_size:
+    if config.attention_mode == "ulysses" and "full_attention" in layers and heads % cp_size:
         raise ValueError(
             f"attention_mode='ulysses' needs {heads} attention heads divisible by cp_size {cp_size}: "
             "choose attention_mode='allgather'"
