@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .collectives import exchange_objects, exchange_vector
 from .mesh import CpMesh
 
-_FIELDS = ("batch size", "sequence length", "inputs", "position ids", "attention mask", "labels", "kind of call")
+# What ranks must agree on, in the order of the report: two sizes, tensors and options by their hash, one plain number.
+_SIZES = ("batch size", "sequence length")
+_HASHED = (
+    "inputs",
+    "position ids",
+    "cu_seq_lens_q",
+    "attention mask",
+    "labels",
+    "num_items_in_batch",
+    "logits_to_keep",
+    "output_hidden_states",
+)
+_KIND = "kind of call (head or decoder, labels, training or evaluation, gradients)"
 _REMEDY = (
     "every rank of a context-parallel group must get the same batch: set dispatch_batches=False, use the same seed on "
     "all ranks and do not shard the data over the context-parallel group"
@@ -27,24 +41,22 @@ def fingerprint(x: torch.Tensor | None) -> torch.Tensor:
     return (mixed ^ (mixed >> 29)).sum()
 
 
-def agree(
-    mesh: CpMesh,
-    *,
-    refusal: str | None,
-    inputs: torch.Tensor,
-    position_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    kind: int,
-) -> None:
+def _hash(value: Any) -> torch.Tensor:
+    """`fingerprint` of a tensor or of what makes one; an option left out and one switched off hash alike."""
+    given = isinstance(value, torch.Tensor) or bool(value)
+    return fingerprint(torch.as_tensor(value) if given else None)
+
+
+def agree(mesh: CpMesh, *, refusal: str | None, inputs: Any, kind: int, **hashed: Any) -> None:
     """Raise the same error on every rank of the group if a rank refuses its call or the ranks' batches differ.
 
     One small all-gather and one host read a forward; nothing else of a forward needs the host to wait.
 
     Args:
-        refusal: this rank's reason not to run the call, or ``None``.
+        refusal: this rank's reason not to run the call, or ``None``. With a reason, nothing else is looked at.
         inputs: token ids ``[B, T]`` or embeddings ``[B, T, D]`` of the whole sequence.
-        kind: a small integer for what is asked (labels, training, outputs); ranks must ask for the same.
+        kind: a small integer for what is asked; ranks must ask for the same.
+        hashed: tensors, numbers or ``None``, by the names of `_HASHED` with underscores.
 
     Raises:
         ValueError: naming what differs, the values of all ranks and the remedy.
@@ -53,17 +65,22 @@ def agree(
         if refusal is not None:
             raise ValueError(refusal)
         return
-    hashes = [fingerprint(x).to(inputs.device) for x in (inputs, position_ids, attention_mask, labels)]
-    head = torch.tensor([int(refusal is not None), *inputs.shape[:2]], dtype=torch.int64, device=inputs.device)
-    tail = torch.tensor([kind], dtype=torch.int64, device=inputs.device)
-    rows = exchange_vector(torch.cat([head, torch.stack(hashes), tail]), mesh)
+    fields = (*_SIZES, *_HASHED, _KIND)
+    if refusal is not None:
+        rows = exchange_vector([1] + [0] * len(fields), mesh)
+    else:
+        hashed["inputs"] = inputs
+        hashes = [_hash(hashed.get(name.replace(" ", "_"))).to(inputs.device) for name in _HASHED]
+        head = torch.tensor([0, *inputs.shape[:2]], dtype=torch.int64, device=inputs.device)
+        tail = torch.tensor([kind], dtype=torch.int64, device=inputs.device)
+        rows = exchange_vector(torch.cat([head, torch.stack(hashes), tail]), mesh)
     if any(row[0] for row in rows):
         reasons = exchange_objects(refusal, mesh)
         rank, reason = next((r, text) for r, text in enumerate(reasons) if text is not None)
         everywhere = all(text == reason for text in reasons)
         raise ValueError(reason if everywhere else f"{reason} (refused by context-parallel rank {rank})")
-    for index, name in enumerate(_FIELDS, start=1):
+    for index, name in enumerate(fields, start=1):
         values = [row[index] for row in rows]
         if len(set(values)) > 1:
-            shown = f" ({', '.join(map(str, values))} on ranks 0 to {mesh.cp_size - 1})" if index <= 2 else ""
+            shown = f" ({', '.join(map(str, values))} on ranks 0 to {mesh.cp_size - 1})" if name in _SIZES else ""
             raise ValueError(f"{name} differs between context-parallel ranks{shown}: {_REMEDY}")

@@ -58,20 +58,26 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
     return_dict = arguments.pop("return_dict")
     decoder = module.model
     want_logits = not training or (not module.training if options.return_logits is None else options.return_logits)
-    kind = training + 2 * want_logits + 4 * module.training + 8 * (num_items is not None)
-    if training and shifted is None:
-        shifted = shift_labels(labels)
-    cp, whole = open_context(decoder, arguments, labels=shifted, kind=kind, refusal=refusal)
+    cp, whole = open_context(
+        decoder,
+        arguments,
+        labels=labels if shifted is None else shifted,
+        kind=1 + 2 * (labels is not None) + 4 * (shifted is not None) + 8 * want_logits,
+        refusal=refusal,
+        num_items_in_batch=num_items,
+        logits_to_keep=keep,
+    )
+    targets = shift_labels(labels) if labels is not None and shifted is None else shifted
     output = decoder(**arguments.replace(cp_opened=(cp, whole)))
     hidden = output.last_hidden_state
     loss = logits = None
     if training or not _keeps_some(keep):
         local_logits = module.lm_head(hidden)
-        if training:
-            targets = cp.layout.shard(shifted.to(hidden.device), 1, IGNORE_INDEX)
+        if targets is not None:
+            local_targets = cp.layout.shard(targets.to(hidden.device), 1, IGNORE_INDEX)
             loss = scaled_loss(
-                token_loss_sum(local_logits, targets),
-                (shifted != IGNORE_INDEX).sum(),
+                token_loss_sum(local_logits, local_targets),
+                (targets != IGNORE_INDEX).sum(),
                 cp.mesh,
                 num_items_in_batch=num_items,
                 items_divided_by_ranks=options.items_divided_by_ranks,

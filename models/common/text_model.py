@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ class Whole:
             return self.position_ids
         return self.position_ids[0] if self.position_ids.shape[0] == 4 else None
 
-    @property
+    @functools.cached_property
     def packed(self) -> bool:
         """Several documents in a row: boundaries were given, or positions restart where nothing is padded."""
         if self.cu_seqlens is not None:
@@ -57,25 +58,44 @@ def is_cached(arguments: CallArguments) -> bool:
 
 
 def _read_whole(arguments: CallArguments) -> Whole:
-    input_ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
-    if (input_ids is None) == (embeds is None):
-        raise ValueError("input_ids, inputs_embeds: give exactly one of the two")
+    input_ids = arguments.get("input_ids")
     return Whole(
-        input_ids if input_ids is not None else embeds,
+        input_ids if input_ids is not None else arguments.get("inputs_embeds"),
         arguments.get("attention_mask"),
         arguments.get("position_ids"),
         arguments.get("cu_seq_lens_q"),
     )
 
 
-def _refusal(module: Any, arguments: CallArguments, whole: Whole, packed: bool) -> str | None:
-    """Why this call cannot be sharded, in one line, or ``None``."""
-    state, mask = module._hf_cp, whole.attention_mask
-    if mask is not None and mask.ndim != 2:
-        return f"attention_mask of {mask.ndim} dimensions: give a padding mask [batch, sequence] or cu_seq_lens_q"
-    if packed and whole.inputs.shape[0] != 1:
+def _misshapen(arguments: CallArguments, labels: torch.Tensor | None) -> str | None:
+    """Which argument does not fit the others, in one line, or ``None``."""
+    given = {name: x for name in ("input_ids", "inputs_embeds") if (x := arguments.get(name)) is not None}
+    if len(given) != 1:
+        return "input_ids, inputs_embeds: give exactly one of the two"
+    ((name, inputs),) = given.items()
+    wanted = "[batch, sequence]" if name == "input_ids" else "[batch, sequence, hidden]"
+    if inputs.ndim != wanted.count(",") + 1:
+        return f"{name} of shape {list(inputs.shape)}: give {wanted}"
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
+        kind = f"{mask.ndim} dimensions" if isinstance(mask, torch.Tensor) else f"type {type(mask).__name__}"
+        return f"attention_mask of {kind}: give a padding mask [batch, sequence] or cu_seq_lens_q"
+    shape = inputs.shape[:2]
+    for name, x in (("attention_mask", mask), ("labels", labels)):
+        if x is not None and x.shape != shape:
+            return f"{name} of shape {list(x.shape)}: give one entry a token, {list(shape)}"
+    if positions is not None and (positions.ndim not in (2, 3) or positions.shape[-1] != shape[1]):
+        return f"position_ids of shape {list(positions.shape)}: give [batch, {shape[1]}] or [3 or 4, batch, {shape[1]}]"
+    return None
+
+
+def _unsupported(module: Any, arguments: CallArguments, whole: Whole) -> str | None:
+    """Why this call, whose shapes are right, cannot be sharded, in one line, or ``None``."""
+    state = module._hf_cp
+    if whole.packed and whole.inputs.shape[0] != 1:
         return f"batch size {whole.inputs.shape[0]}: packed documents need batch size 1; concatenate the rows"
-    if arguments.get("output_attentions"):
+    attentions = arguments.get("output_attentions")
+    if module.config.output_attentions if attentions is None else attentions:
         return "output_attentions=True: attention weights are not computed over a sharded sequence; leave it out"
     name = module.config._attn_implementation
     aligned = state.mesh.cp_size == 1 or state.config.attention_mode == "ulysses" or name in ALLGATHER_IMPLEMENTATIONS
@@ -94,6 +114,7 @@ def open_context(
     labels: torch.Tensor | None = None,
     kind: int = 0,
     refusal: str | None = None,
+    **hashed: Any,
 ) -> tuple[CpContext, Whole]:
     """Validate a call, let the ranks agree on it, and lay out the sequence.
 
@@ -102,6 +123,7 @@ def open_context(
         labels: ``[B, T]``, part of what must agree.
         kind: what is asked, as a small integer equal on all ranks.
         refusal: a reason of the caller's own not to run the call.
+        hashed: options of the caller's own that must agree; see `agree`.
 
     Raises:
         ValueError: the same line on every rank of the group.
@@ -109,19 +131,21 @@ def open_context(
     state = module._hf_cp
     mesh = state.mesh
     whole = _read_whole(arguments)
-    packed = whole.packed
     agree(
         mesh,
-        refusal=refusal or _refusal(module, arguments, whole, packed),
+        refusal=refusal or _misshapen(arguments, labels) or _unsupported(module, arguments, whole),
         inputs=whole.inputs,
-        position_ids=whole.position_ids if whole.cu_seqlens is None else whole.cu_seqlens,
+        position_ids=whole.position_ids,
+        cu_seq_lens_q=whole.cu_seqlens,
         attention_mask=whole.attention_mask,
         labels=labels,
-        kind=kind,
+        output_hidden_states=arguments.get("output_hidden_states"),
+        kind=4 * kind + 2 * module.training + torch.is_grad_enabled(),
+        **hashed,
     )
     layout = ShardLayout(whole.inputs.shape[1], mesh.cp_size, mesh.cp_rank, min_local=state.min_local)
     positions = whole.text_position_ids
-    if not packed:
+    if not whole.packed:
         return CpContext(state.config, mesh, layout, layout.one_document(), None, positions), whole
     cu_seqlens = whole.cu_seqlens
     if cu_seqlens is None:
