@@ -2,7 +2,8 @@
 
 What is leaned on, and where it was read (accelerate 1.15, transformers 5.17 and 5.24): ``Accelerator._prepare_cp`` and
 ``_cp_context``, ``ParallelismConfig.__post_init__``, ``_sizes`` and ``_validate_accelerator``,
-``Accelerator.gather_for_metrics``, ``Trainer._prepare_context_parallel_inputs``. The methods are wrapped once, on the
+``Accelerator.gather_for_metrics``, ``Trainer._prepare_context_parallel_inputs``, ``_get_num_items_in_batch`` and
+``_track_num_input_tokens``. The methods are wrapped once, on the
 class, and pass every model that is not patched to the original.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType, recursively_apply
 from accelerate.utils.operations import gather_object
 from torch import nn
@@ -57,9 +59,10 @@ class ContextParallelConfig(ParallelismConfig):
         replicate = self.dp_replicate_size
         if replicate is None:
             replicate = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
-        if replicate < 1:
-            raise ValueError(f"dp_replicate_size={replicate} must be at least 1")
+        _check_size("dp_replicate_size", replicate)
         self.dp_replicate_size = 1  # the base class refuses replicas beside cp, which DDP and HSDP handle
+        for name in ("cp_size", "dp_shard_size"):
+            _check_size(name, getattr(self, name))
         super().__post_init__()
         self._set_size("dp_replicate", replicate)
         for name in ("tp_size", "sp_size"):
@@ -89,19 +92,33 @@ class ContextParallelConfig(ParallelismConfig):
         _check_world(self, accelerator)
 
 
+def _check_size(name: str, size: Any) -> None:
+    if size is not None and (type(size) is not int or size < 1):
+        raise ValueError(f"{name}={size!r} is not supported: give a whole number, at least 1")
+
+
+def _check_product(config: Any, ranks: int) -> None:
+    """Raise where the sizes do not make up the number of processes, before a mesh is made of them."""
+    if config.total_size in (1, ranks):  # without any size, Accelerate replicates over all processes
+        return
+    cp_size = config.cp_size if ranks % config.cp_size == 0 else ranks
+    rest = ranks // cp_size
+    working = f"cp_size={cp_size}, dp_shard_size={rest}, dp_replicate_size=1"
+    if rest > 1:
+        working += f" with FSDP2, or cp_size={cp_size}, dp_shard_size=1, dp_replicate_size={rest}"
+    raise ValueError(
+        f"dp_replicate_size {config.dp_replicate_size} x dp_shard_size {config.dp_shard_size} x cp_size "
+        f"{config.cp_size} = {config.total_size} is not the number of processes {ranks}: set for example {working}"
+    )
+
+
 def _check_world(config: ParallelismConfig, accelerator: Accelerator) -> None:
     """Raise where the sizes do not make up the world, or a wrapper cannot carry context parallelism."""
-    ranks, cp_size = accelerator.num_processes, config.cp_size
     for name in ("tp_size", "sp_size"):
         size = getattr(config, name)
         if size > 1:
             raise ValueError(f"{name}={size} cannot be combined with context parallelism: set it to 1")
-    if config.total_size != ranks:
-        working = f"cp_size={cp_size}, dp_shard_size={ranks // cp_size}" if ranks % cp_size == 0 else f"cp_size={ranks}"
-        raise ValueError(
-            f"dp_replicate_size {config.dp_replicate_size} x dp_shard_size {config.dp_shard_size} x cp_size {cp_size} "
-            f"= {config.total_size} is not the number of processes {ranks}: set for example {working}"
-        )
+    _check_product(config, accelerator.num_processes)
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
             f"distributed_type={accelerator.distributed_type.value} cannot be combined with context parallelism: "
@@ -117,6 +134,7 @@ def _check_world(config: ParallelismConfig, accelerator: Accelerator) -> None:
 
 def install() -> None:
     """Wrap Accelerate's context-parallel preparation, and Trainer's where it is in use. Repeating it does nothing."""
+    _wrap(ParallelismConfig, "build_device_mesh", _build_device_mesh)
     _wrap(Accelerator, "_prepare_cp", _prepare_cp)
     _wrap(Accelerator, "prepare_model", _prepare_model)
     _wrap(Accelerator, "gather_for_metrics", _gather_for_metrics)
@@ -133,6 +151,13 @@ def _wrap(cls: type, name: str, replacement: Any) -> None:
 
     setattr(method, _MARK, original)
     setattr(cls, name, method)
+
+
+def _build_device_mesh(original: Any, config: ParallelismConfig, device_type: str) -> Any:
+    """Refuse sizes that do not make up the world by name; the mesh would only say that it is too big."""
+    if config.tp_size == config.sp_size == 1:
+        _check_product(config, PartialState().num_processes)
+    return original(config, device_type)
 
 
 def _prepare_cp(original: Any, accelerator: Accelerator, *args: Any) -> Any:
@@ -169,6 +194,8 @@ def _bind(accelerator: Accelerator, model: nn.Module) -> None:
     trainer = sys.modules.get("transformers.trainer")
     if trainer is not None:
         _wrap(trainer.Trainer, "_prepare_context_parallel_inputs", _prepare_trainer_inputs)
+        _wrap(trainer.Trainer, "_get_num_items_in_batch", _get_num_items_in_batch)
+        _wrap(trainer.Trainer, "_track_num_input_tokens", _track_num_input_tokens)
         _wrap(trainer.Trainer, "prediction_step", _prediction_step)
 
 
@@ -205,6 +232,26 @@ def _prediction_step(
     if patch_state(model) is not None:
         inputs = {**inputs, "cp_options": CallOptions(return_logits=not prediction_loss_only)}
     return original(trainer, model, inputs, prediction_loss_only, *args, **kw)
+
+
+def _copies(trainer: Any) -> int:
+    """Ranks that hold the same batch because they share a patched model's sequence."""
+    parallelism = trainer.accelerator.parallelism_config
+    return parallelism.cp_size if parallelism is not None and patch_state(trainer.model) is not None else 1
+
+
+def _get_num_items_in_batch(original: Any, trainer: Any, batch_samples: list[Any], device: torch.device) -> Any:
+    """Trainer's item count without the remainder it drops: transformers 5.17 divides it by cp_size in whole numbers."""
+    copies = _copies(trainer)
+    count = original(trainer, batch_samples * copies, device)
+    return count if count is None or copies == 1 else count / copies
+
+
+def _track_num_input_tokens(original: Any, trainer: Any, inputs: Any) -> None:
+    """Count the tokens of a context-parallel group once, where Trainer adds up the copies of all its ranks."""
+    before = trainer.state.num_input_tokens_seen
+    original(trainer, inputs)
+    trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // _copies(trainer)
 
 
 def _gather_for_metrics(
