@@ -28,15 +28,18 @@ export TOKENIZERS_PARALLELISM := false
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
-env: $(VENV)/.stamp
+env: $(VENV)/.installed
 
 # torch goes first and alone: resolved together with the rest, a plain index may give it another build.
-$(VENV)/.stamp: .ci/requirements.txt pyproject.toml
+$(VENV)/.dependencies: .ci/requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install $(TORCH_PIP) --constraint .ci/requirements.txt torch
 	$(PIP) install --requirement .ci/requirements.txt
 	rm -rf $(OVERLAY)
 	$(PIP) install --no-deps --target $(OVERLAY) transformers==$(OLDEST_TRANSFORMERS)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.dependencies pyproject.toml
 	$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -103,10 +103,12 @@ def complaints(found: Import) -> Iterator[str]:
             yield f"{found.where}: {found.source} imports {found.target}, which lies above it"
     elif library not in sys.stdlib_module_names:
         anywhere, in_functions = LIBRARIES.get(library, ((), ()))
-        allowed = anywhere + (in_functions if found.lazy else ())
-        if not any(is_inside(found.source, package) for package in allowed):
-            how = "inside a function only" if in_functions and not found.lazy else "not at all"
-            yield f"{found.where}: {found.source} may import {library} {how}"
+        if any(is_inside(found.source, package) for package in anywhere):
+            return
+        if not any(is_inside(found.source, package) for package in in_functions):
+            yield f"{found.where}: {found.source} may not import {library}"
+        elif not found.lazy:
+            yield f"{found.where}: {found.source} may import {library} inside a function only"
 
 
 def test_every_import_points_down() -> None:
