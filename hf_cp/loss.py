@@ -11,6 +11,21 @@ from .mesh import CpMesh
 IGNORE_INDEX = -100
 
 
+class TrainerItemCount:
+    """``num_items_in_batch`` as Trainer counts it under context parallelism, and a sign that it is Trainer's.
+
+    Trainer divides the count by the number of ranks that share a sequence, and multiplies the loss by the world size.
+    Being neither a tensor nor a container of tensors, it passes FSDP's mixed precision, which would round a count of
+    labels to the eight bits of bf16.
+
+    Args:
+        count: labels of the optimizer step over all sequences, divided by the ranks of a group.
+    """
+
+    def __init__(self, count: torch.Tensor | float) -> None:
+        self.count = count
+
+
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     """Align labels with the positions that predict them: ``out[:, t] = labels[:, t + 1]``, the last is ignored.
 
@@ -44,8 +59,7 @@ def scaled_loss(
     valid_labels: torch.Tensor,
     mesh: CpMesh,
     *,
-    num_items_in_batch: torch.Tensor | int | float | None,
-    items_divided_by_ranks: bool,
+    num_items_in_batch: TrainerItemCount | torch.Tensor | float | None,
 ) -> torch.Tensor:
     """This rank's loss, scaled so that the *mean* of the gradients over the ranks is the gradient of one device.
 
@@ -64,15 +78,14 @@ def scaled_loss(
         local_sum: scalar, sum over this rank's tokens.
         valid_labels: int64 scalar, number of targets in the whole sequence, equal on all ranks.
         num_items_in_batch: ``N``; ``None`` for the mean over this batch.
-        items_divided_by_ranks: the count comes from Trainer's context-parallel path.
 
     Returns:
         Scalar, equal in value on all ranks of the group.
     """
-    ranks = 1 if items_divided_by_ranks and num_items_in_batch is not None else mesh.cp_size
-    count = torch.as_tensor(
-        valid_labels if num_items_in_batch is None else num_items_in_batch, device=local_sum.device
-    ).to(local_sum.dtype)
+    ranks, items = mesh.cp_size, num_items_in_batch
+    if isinstance(items, TrainerItemCount):
+        ranks, items = 1, items.count
+    count = torch.as_tensor(valid_labels if items is None else items, device=local_sum.device).to(local_sum.dtype)
     count = torch.where(count > 0, count, torch.ones_like(count))
     local = local_sum * ranks / count
     mean = all_reduce_(local.detach().clone(), mesh) / mesh.cp_size

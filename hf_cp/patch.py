@@ -17,7 +17,7 @@ from .collectives import all_reduce_
 from .config import PatchConfig
 from .kernels.gdn import get_backend
 from .mesh import CpMesh
-from .models.common import attention, causal_lm, gated_delta_net, text_model
+from .models.common import attention, causal_lm, gated_delta_net, lm_head, text_model
 from .models.common.family import Family
 from .models.qwen3_5 import FAMILY as QWEN3_5
 from .state import PatchState, bind, check_group, patch_state
@@ -165,6 +165,9 @@ def _patch_root(root: nn.Module, family: Family, config: PatchConfig) -> None:
         stock = stock_class(module)
         if stock in family.causal_lms:
             swap_in(module, causal_lm.forward, shared)
+            head: Any = module.lm_head
+            if stock_class(head) is nn.Linear:
+                swap_in(head, lm_head.forward, {})
             module._hf_cp = state
         elif stock in family.backbones:
             swap_in(module, text_model.forward, shared)

@@ -3,8 +3,8 @@
 What is leaned on, and where it was read (accelerate 1.15, transformers 5.17 and 5.24): ``Accelerator._prepare_cp`` and
 ``_cp_context``, ``ParallelismConfig.__post_init__``, ``_sizes`` and ``_validate_accelerator``,
 ``Accelerator.gather_for_metrics``, ``Trainer._prepare_context_parallel_inputs``, ``_get_num_items_in_batch`` and
-``_track_num_input_tokens``. The methods are wrapped once, on the
-class, and pass every model that is not patched to the original.
+``_track_num_input_tokens``. The methods are wrapped once, on the class, and pass every model that is not patched to the
+original.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from accelerate.utils.operations import gather_object
 from torch import nn
 from torch.utils.data import DataLoader
 
+from .loss import TrainerItemCount
 from .mesh import CpMesh
 from .models.common.causal_lm import CallOptions
 from .state import bind, patch_state
@@ -172,7 +173,20 @@ def _prepare_cp(original: Any, accelerator: Accelerator, *args: Any) -> Any:
         raise ValueError("dispatch_batches=True gives context-parallel ranks different batches: set it to False")
     for model in patched:
         _bind(accelerator, model)
+    _keep_loss_in_fp32(accelerator)
     return args
+
+
+def _keep_loss_in_fp32(accelerator: Accelerator) -> None:
+    """Take back that FSDP2 casts the outputs of a model in mixed precision: it would round the loss to bf16.
+
+    Hidden states and logits have the dtype of the parameters without it.
+    """
+    if accelerator.is_fsdp2:
+        fsdp = accelerator.state.fsdp_plugin
+        policy = fsdp.mixed_precision_policy
+        if policy is not None and policy.output_dtype is not None:
+            fsdp.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
 def _prepare_model(original: Any, accelerator: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -189,6 +203,7 @@ def _bind(accelerator: Accelerator, model: nn.Module) -> None:
     assert parallelism is not None
     assert accelerator.torch_device_mesh is not None
     _check_world(parallelism, accelerator)
+    _check_dtypes(accelerator, model)
     bind(model, CpMesh.from_group(accelerator.torch_device_mesh["cp"].get_group()))
     accelerator._cp_context = _whole_batch
     trainer = sys.modules.get("transformers.trainer")
@@ -199,6 +214,23 @@ def _bind(accelerator: Accelerator, model: nn.Module) -> None:
         _wrap(trainer.Trainer, "prediction_step", _prediction_step)
 
 
+def _check_dtypes(accelerator: Accelerator, model: nn.Module) -> None:
+    """Raise where FSDP2 would stop at its first forward because the parameters it trains have several dtypes."""
+    if not accelerator.is_fsdp2 or accelerator.mixed_precision != "no":  # with mixed precision Accelerate upcasts all
+        return
+    names: dict[torch.dtype, list[str]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            names.setdefault(parameter.dtype, []).append(name)
+    if len(names) > 1:
+        common = max(names, key=lambda dtype: len(names[dtype]))
+        other = next(dtype for dtype in names if dtype != common)
+        raise ValueError(
+            f"parameter dtype {other} ({names[other][0]} and {len(names[other]) - 1} more) beside {common}: FSDP2 "
+            f"shards one dtype, so call model.to({common}), or load in float32 and set mixed_precision='bf16'"
+        )
+
+
 @contextlib.contextmanager
 def _whole_batch(**_: Any) -> Iterator[None]:
     """``accelerator.maybe_context_parallel`` for patched models: they take the whole batch and shard it themselves."""
@@ -206,7 +238,7 @@ def _whole_batch(**_: Any) -> Iterator[None]:
 
 
 def _prepare_trainer_inputs(original: Any, trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
-    """Hand a patched model its whole batch, and say that the item count is Trainer's."""
+    """Hand a patched model its whole batch."""
     if patch_state(model) is None or not trainer.accelerator.parallelism_config.cp_enabled:
         return original(trainer, model, inputs)
     for name, value in (
@@ -215,8 +247,7 @@ def _prepare_trainer_inputs(original: Any, trainer: Any, model: nn.Module, input
     ):
         if value is not None:
             raise ValueError(f"{name} is not supported with context parallelism: leave it out")
-    options = dataclasses.replace(inputs.get("cp_options") or CallOptions(), items_divided_by_ranks=True)
-    return contextlib.nullcontext, {**inputs, "cp_options": options}
+    return contextlib.nullcontext, inputs
 
 
 def _prediction_step(
@@ -241,10 +272,13 @@ def _copies(trainer: Any) -> int:
 
 
 def _get_num_items_in_batch(original: Any, trainer: Any, batch_samples: list[Any], device: torch.device) -> Any:
-    """Trainer's item count without the remainder it drops: transformers 5.17 divides it by cp_size in whole numbers."""
+    """Trainer's item count, marked as Trainer's.
+
+    Without the remainder that transformers 5.17 drops, which divides by cp_size in whole numbers.
+    """
     copies = _copies(trainer)
     count = original(trainer, batch_samples * copies, device)
-    return count if count is None or copies == 1 else count / copies
+    return count if count is None or copies == 1 else TrainerItemCount(count / copies)
 
 
 def _track_num_input_tokens(original: Any, trainer: Any, inputs: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import hf_cp
 from hf_cp.config import PatchConfig
-from hf_cp.models.common.causal_lm import CallOptions
+from hf_cp.loss import TrainerItemCount
 from hf_cp.modes.attention import key_value_heads
 from hf_cp.testing import World, tiny_qwen3_5
 
@@ -206,7 +206,6 @@ def scales_case(rank: int, size: int) -> dict[str, float]:
     summed = step(model, input_ids=ids, labels=labels, num_items_in_batch=count)
 
     def check() -> dict[str, float]:
-        trainer = CallOptions(items_divided_by_ranks=True)
         calls = {
             "no count": (mean, {"labels": labels}),
             "shifted by the caller": (mean, {"labels": labels, "shift_labels": shifted}),
@@ -214,7 +213,7 @@ def scales_case(rank: int, size: int) -> dict[str, float]:
             "count": (summed, {"labels": labels, "num_items_in_batch": count}),
             "count as tensor": (summed, {"labels": labels, "num_items_in_batch": torch.tensor(float(count))}),
             # Trainer divides the count by W, and multiplies the loss by the world size W before backward.
-            "Trainer's count": (summed, {"labels": labels, "num_items_in_batch": count, "cp_options": trainer}),
+            "Trainer's count": (summed, {"labels": labels, "num_items_in_batch": TrainerItemCount(count)}),
         }
         errors = {}
         for name, ((loss, expected), inputs) in calls.items():

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_cp.loss import IGNORE_INDEX, scaled_loss, shift_labels, token_loss_sum
+from hf_cp.loss import IGNORE_INDEX, TrainerItemCount, scaled_loss, shift_labels, token_loss_sum
 
+from . import lm_head
 from .signature import CallArguments
 from .text_model import is_cached, open_context, whole_sequence
 
@@ -20,12 +21,9 @@ class CallOptions:
 
     Args:
         return_logits: logits of the whole sequence beside a loss; ``None``: in evaluation, not in training.
-        items_divided_by_ranks: ``num_items_in_batch`` comes from Trainer's context-parallel path, which divides the
-            count by the number of ranks and multiplies the loss by the world size.
     """
 
     return_logits: bool | None = None
-    items_divided_by_ranks: bool = False
 
 
 def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,28 +62,26 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
         labels=labels if shifted is None else shifted,
         kind=1 + 2 * (labels is not None) + 4 * (shifted is not None) + 8 * want_logits,
         refusal=refusal,
-        num_items_in_batch=num_items,
+        num_items_in_batch=num_items.count if isinstance(num_items, TrainerItemCount) else num_items,
         logits_to_keep=keep,
     )
     targets = shift_labels(labels) if labels is not None and shifted is None else shifted
     output = decoder(**arguments.replace(cp_opened=(cp, whole)))
     hidden = output.last_hidden_state
-    loss = logits = None
-    if training or not _keeps_some(keep):
+    loss = logits = local_logits = None
+    if want_logits and not (targets is None and _keeps_some(keep)):
         local_logits = module.lm_head(hidden)
-        if targets is not None:
-            local_targets = cp.layout.shard(targets.to(hidden.device), 1, IGNORE_INDEX)
-            loss = scaled_loss(
-                token_loss_sum(local_logits, local_targets),
-                (targets != IGNORE_INDEX).sum(),
-                cp.mesh,
-                num_items_in_batch=num_items,
-                items_divided_by_ranks=options.items_divided_by_ranks,
-            )
-        if want_logits:
-            logits = _select(whole_sequence(local_logits, cp), keep)
-    else:
+        logits = _select(whole_sequence(local_logits, cp), keep)
+    elif want_logits:
         logits = module.lm_head(_select(whole_sequence(hidden, cp), keep))
+    if targets is not None:
+        local_targets = cp.layout.shard(targets.to(hidden.device), 1, IGNORE_INDEX)
+        if local_logits is None:
+            local_sum = lm_head.loss_sum(module.lm_head, hidden, local_targets)
+        else:
+            local_sum = token_loss_sum(local_logits, local_targets)
+        valid = (targets != IGNORE_INDEX).sum()
+        loss = scaled_loss(local_sum, valid, cp.mesh, num_items_in_batch=num_items)
     states = output.get("hidden_states")
     if states is not None:
         states = tuple(whole_sequence(x, cp) for x in states)
