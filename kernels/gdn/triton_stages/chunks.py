@@ -1,0 +1,87 @@
+"""Cutting of token rows and documents into chunks, on the device and without waiting for it.
+
+B batch, T tokens, N documents (B rows when nothing is packed), C chunk.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 64
+
+# Rows of the table of scales [chunks, HV, SCALE_ROWS, C], fp32: what multiplies token i of a chunk.
+# x and y are the inverse norms of k and q (1 without normalisation), G the running sum of g within the chunk.
+READ = 0  # e^G x: keys that read the state before the chunk
+WRITE = 1  # e^(G_last - G) x: keys that write the state after it
+QUERY = 2  # s e^G y: queries that read the state before the chunk
+BETA = 3
+GATE = 4  # G
+KEY_NORM = 5  # x
+QUERY_NORM = 6  # y
+SCALE_ROWS = 8
+
+
+class Chunks(NamedTuple):
+    """Where the chunks of a batch lie. Chunks of one document are neighbours; a document starts a new chunk."""
+
+    count: int  # chunks with memory of their own: exact, or an upper bound for packed documents
+    documents: int  # N
+    per_document: int  # chunks of a document; 0 for packed documents
+    starts: torch.Tensor | None  # [count] int64, first token; packed documents only, like the next three
+    lengths: torch.Tensor | None  # [count] int32, tokens, 0 beyond the last document
+    token_offsets: torch.Tensor | None  # [N + 1] int64, cu_seqlens
+    chunk_offsets: torch.Tensor | None  # [N + 1] int64, first chunk
+
+
+def cut(batch: int, seq_len: int, cu_seqlens: torch.Tensor | None) -> Chunks:
+    """Chunks of `batch` rows of `seq_len` tokens, or of the documents of one packed row.
+
+    Args:
+        cu_seqlens: [N+1], int32 or int64, on the device of the inputs, or None. Its values are not read here.
+    """
+    if cu_seqlens is None:
+        per_document = triton.cdiv(seq_len, CHUNK)
+        return Chunks(batch * per_document, batch, per_document, None, None, None, None)
+    offsets = cu_seqlens.long()
+    documents = offsets.numel() - 1
+    chunk_offsets = torch.nn.functional.pad(((offsets.diff() + (CHUNK - 1)) // CHUNK).cumsum(0), (1, 0))
+    count = seq_len // CHUNK + documents
+    index = torch.arange(count, device=offsets.device)
+    document = torch.searchsorted(chunk_offsets[1:], index, right=True).clamp_(max=documents - 1)
+    starts = offsets[document] + (index - chunk_offsets[document]) * CHUNK
+    lengths = (offsets[document + 1] - starts).clamp_(0, CHUNK)
+    return Chunks(count, documents, 0, starts, lengths.int(), offsets, chunk_offsets)
+
+
+@triton.jit
+def chunk_tokens(i_chunk, p_starts, p_lengths, seq_len, chunks_per_document, C: tl.constexpr, PACKED: tl.constexpr):
+    """Row of the batch, first token in it, and number of tokens of a chunk (int32)."""
+    if PACKED:
+        i_row = tl.zeros_like(i_chunk)
+        first = tl.load(p_starts + i_chunk).to(tl.int32)
+        length = tl.load(p_lengths + i_chunk)
+    else:
+        i_row = i_chunk // chunks_per_document
+        first = (i_chunk - i_row * chunks_per_document) * C
+        length = tl.minimum(seq_len - first, C)
+    return i_row, first, length
+
+
+@triton.jit
+def document_span(i_document, p_token_offsets, p_chunk_offsets, seq_len, chunks_per_document, PACKED: tl.constexpr):
+    """Row of the batch, first token in it, number of tokens, first chunk and number of chunks of a document (int32)."""
+    if PACKED:
+        i_row = tl.zeros_like(i_document)
+        first = tl.load(p_token_offsets + i_document).to(tl.int32)
+        length = tl.load(p_token_offsets + i_document + 1).to(tl.int32) - first
+        first_chunk = tl.load(p_chunk_offsets + i_document).to(tl.int32)
+        num_chunks = tl.load(p_chunk_offsets + i_document + 1).to(tl.int32) - first_chunk
+    else:
+        i_row = i_document
+        first = tl.zeros_like(i_document)
+        length = first + seq_len
+        first_chunk = i_document * chunks_per_document
+        num_chunks = first + chunks_per_document
+    return i_row, first, length, first_chunk, num_chunks

@@ -1,0 +1,66 @@
+"""Choices that do not depend on the data: dot precision, devices, launch tables."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """`input_precision` of a dot over operands of `dtype`; it matters for fp32 alone."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Makes the device of `x` current, so that kernels start there."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+class Launch(NamedTuple):
+    """Shape of a launch: rows of V a program holds, stages that loads run ahead, and options of the compiler."""
+
+    block_v: int
+    stages: int
+    options: dict[str, int]
+
+
+# Every launch of K, V <= 128 in 16-bit types. 255 registers a thread (maxnreg None) leave room for 256 threads on a
+# multiprocessor; the kernels that run for all chunks at once trade a few spills for a third or fourth program there.
+_LAUNCHES = {
+    "prepare": Launch(64, 1, {"num_warps": 4, "num_stages": 1}),
+    "forward": Launch(64, 3, {"num_warps": 4}),
+    "summary": Launch(64, 3, {"num_warps": 4}),
+    "backward": Launch(64, 3, {"num_warps": 4}),
+    "value": Launch(64, 1, {"num_warps": 4, "num_stages": 1}),
+    "key": Launch(64, 1, {"num_warps": 4, "num_stages": 1}),
+    "query": Launch(64, 1, {"num_warps": 4, "num_stages": 1}),
+}
+
+
+def launch(kernel: str, K: int, dtype: torch.dtype) -> Launch:
+    """The fixed launch of a kernel: nothing is tuned at run time."""
+    table = _LAUNCHES[kernel]
+    if dtype == torch.float32:
+        return Launch(64, 1, {"num_warps": 8 if K > 128 else 4, "num_stages": 1})
+    if K > 128:
+        wide = kernel in ("value", "key", "query")
+        return Launch(64, min(table.stages, 2), {"num_warps": 8 if wide else 4, "num_stages": 1})
+    return table
+
+
+def token_tiles(x: torch.Tensor | None, rows: int, columns: int) -> TensorDescriptor | None:
+    """Tiles [rows, columns] of [B, T, heads * D] for the copy engine, from a contiguous [B, T, heads, D]."""
+    if x is None:
+        return None
+    batch, seq_len, heads, dim = x.shape
+    width = heads * dim
+    return TensorDescriptor(x, [batch, seq_len, width], [seq_len * width, width, 1], [1, rows, columns])
+
+
+def block_tiles(x: torch.Tensor | None, rows: int, columns: int) -> TensorDescriptor | None:
+    """Tiles [rows, columns] of the last two dims for the copy engine, the dims before them laid end to end."""
+    if x is None:
+        return None
+    width = x.shape[-1]
+    return TensorDescriptor(x, [x.numel() // width, width], [width, 1], [rows, columns])
