@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,6 +26,8 @@ class CpContext:
         documents: the documents on this rank and which of them cross its edges.
         cu_seqlens: int32 ``[N+1]`` boundaries in the whole padded sequence, ``None`` where nothing is packed.
         position_ids: text positions ``[B, T]`` of the whole sequence, ``None`` where the model derives none.
+        segments: which keys the queries of full attention see, as index lists; ``None`` for plain causal attention or
+            where the attention function takes a mask.
     """
 
     config: PatchConfig
@@ -33,3 +36,4 @@ class CpContext:
     documents: LocalDocuments
     cu_seqlens: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
+    segments: tuple[Any, ...] | None = None

@@ -79,12 +79,13 @@ def gather_keys(
         k and v ``[B, HKV, S, D]`` and the mask of this rank's queries, ``[B, 1, L, S]``.
     """
     layout = cp.layout
-    seen = layout.stop if mask is None else layout.seq_len
+    plain = mask is None and cp.segments is None
+    seen = layout.stop if plain else layout.seq_len
     both = gather_sequence(torch.stack((k, v)), cp.mesh, dim=3)[:, :, :, :seen]
     if mask is not None:
         rows = layout.pad(mask, 2, True if mask.dtype == torch.bool else 0.0)[:, :, layout.start : layout.stop]
     else:
-        rows = _causal_at_the_last_key(k.shape[2], seen) if implementation == "sdpa" else None
+        rows = _causal_at_the_last_key(k.shape[2], seen) if plain and implementation == "sdpa" else None
     return both[0], both[1], rows
 
 

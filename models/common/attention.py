@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from hf_cp.context import CpContext
 from hf_cp.modes import attention as modes
+from hf_cp.modes import segments
 
 IMPLEMENTATION = "hf_cp"
 # Attention functions that `attention_mode="allgather"` can align at the last key.
@@ -78,17 +79,24 @@ def attention_function(
     """
     name = module.__dict__["config"]._attn_implementation
     stock: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, type(module).hf_cp_family.eager_attention)
-    if cp_context is None or cp_context.mesh.cp_size == 1:
+    if cp_context is None:
         return stock(module, query, key, value, attention_mask, **kwargs)
     kwargs["position_ids"] = cp_context.position_ids
+
+    def attend(view: Any, mask: torch.Tensor | None) -> torch.Tensor:
+        if cp_context.segments is None:
+            return stock(view, query, key, value, mask, **kwargs)[0]
+        scale, dropout = kwargs["scaling"], kwargs.get("dropout", 0.0)
+        return segments.attend(query, key, value, cp_context.segments, scale=scale, dropout=dropout)
+
+    if cp_context.mesh.cp_size == 1:
+        return attend(module, attention_mask), None
     if cp_context.config.attention_mode == "ulysses":
         query, key, value = modes.sequence_to_heads(query, key, value, cp_context)
-        view = _ModuleView(module, query.shape[1] // key.shape[1])
-        output, _ = stock(view, query, key, value, attention_mask, **kwargs)
+        output = attend(_ModuleView(module, query.shape[1] // key.shape[1]), attention_mask)
         return modes.heads_to_sequence(output, cp_context), None
     key, value, mask = modes.gather_keys(key, value, attention_mask, name, cp_context)
-    output, _ = stock(module, query, key, value, mask, **kwargs)
-    return output, None
+    return attend(module, mask), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_function)

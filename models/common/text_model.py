@@ -13,6 +13,7 @@ from hf_cp.collectives import gather_sequence
 from hf_cp.context import CpContext
 from hf_cp.entry import agree
 from hf_cp.layout import ShardLayout, cu_seqlens_from_position_ids
+from hf_cp.modes.segments import groups, packed_segments, padded_segments, queries_between
 
 from .attention import ALLGATHER_IMPLEMENTATIONS
 from .signature import CallArguments
@@ -146,7 +147,8 @@ def open_context(
     layout = ShardLayout(whole.inputs.shape[1], mesh.cp_size, mesh.cp_rank, min_local=state.min_local)
     positions = whole.text_position_ids
     if not whole.packed:
-        return CpContext(state.config, mesh, layout, layout.one_document(), None, positions), whole
+        segments = _segments(module, layout, whole, None)
+        return CpContext(state.config, mesh, layout, layout.one_document(), None, positions, segments), whole
     cu_seqlens = whole.cu_seqlens
     if cu_seqlens is None:
         assert positions is not None
@@ -154,22 +156,46 @@ def open_context(
         assert cu_seqlens is not None
     documents = layout.local_cu_seqlens(cu_seqlens)
     positions = layout.document_positions(cu_seqlens)
-    return CpContext(state.config, mesh, layout, documents, layout.pad_cu_seqlens(cu_seqlens), positions), whole
+    padded = layout.pad_cu_seqlens(cu_seqlens)
+    segments = _segments(module, layout, whole, cu_seqlens)
+    return CpContext(state.config, mesh, layout, documents, padded, positions, segments), whole
 
 
 def _masks(module: Any, cp: CpContext, whole: Whole) -> dict[str, torch.Tensor | None]:
-    """The stock masks of the whole sequence: attention keeps its whole, linear attention gets this rank's part."""
+    """The stock masks of the whole sequence: attention keeps its whole, linear attention gets this rank's part.
+
+    Where sdpa would get a mask of length squared, the context's segments stand for it.
+    """
     batch, length = whole.inputs.shape[:2]
     shape_only = torch.empty(batch, length, 0, dtype=module.embed_tokens.weight.dtype, device=whole.inputs.device)
     packed = cp.cu_seqlens is not None
     attention_mask = None if packed else whole.attention_mask
     position_ids = cp.position_ids if packed else None
-    full = create_causal_mask(module.config, shape_only, attention_mask, None, position_ids=position_ids)
+    full = None
+    if cp.segments is None:
+        full = create_causal_mask(module.config, shape_only, attention_mask, None, position_ids=position_ids)
     linear = create_recurrent_attention_mask(module.config, shape_only, attention_mask, None)
     return {
         "full_attention": full,
         "linear_attention": None if linear is None else cp.layout.shard(linear, 1, 0),
     }
+
+
+def _segments(module: Any, layout: ShardLayout, whole: Whole, cu_seqlens: torch.Tensor | None) -> Any:
+    """Who sees whom in a packed or padded batch under sdpa, for the queries that attention has on this rank."""
+    mask = whole.attention_mask
+    if module.config._attn_implementation != "sdpa":
+        return None
+    if cu_seqlens is not None:
+        found = packed_segments(cu_seqlens.tolist())
+    elif mask is not None and not bool((mask == 1).all()):
+        found = padded_segments(mask)
+    else:
+        return None
+    queries = layout.seq_len
+    if layout.cp_size > 1 and module._hf_cp.config.attention_mode == "allgather":
+        found, queries = queries_between(found, layout.start, layout.stop), layout.seq_len_local
+    return groups(found, queries, layout.seq_len, whole.inputs.device)
 
 
 def run_local(module: Any, stock_forward: Any, arguments: CallArguments, cp: CpContext, whole: Whole) -> Any:
