@@ -211,6 +211,8 @@ def _bind(accelerator: Accelerator, model: nn.Module) -> None:
         _wrap(trainer.Trainer, "_prepare_context_parallel_inputs", _prepare_trainer_inputs)
         _wrap(trainer.Trainer, "_get_num_items_in_batch", _get_num_items_in_batch)
         _wrap(trainer.Trainer, "_track_num_input_tokens", _track_num_input_tokens)
+        _wrap(trainer.Trainer, "_get_num_items_in_batch", _get_num_items_in_batch)
+        _wrap(trainer.Trainer, "_track_num_input_tokens", _track_num_input_tokens)
         _wrap(trainer.Trainer, "prediction_step", _prediction_step)
 
 
@@ -279,6 +281,26 @@ def _get_num_items_in_batch(original: Any, trainer: Any, batch_samples: list[Any
     copies = _copies(trainer)
     count = original(trainer, batch_samples * copies, device)
     return count if count is None or copies == 1 else TrainerItemCount(count / copies)
+
+
+def _track_num_input_tokens(original: Any, trainer: Any, inputs: Any) -> None:
+    """Count the tokens of a context-parallel group once, where Trainer adds up the copies of all its ranks."""
+    before = trainer.state.num_input_tokens_seen
+    original(trainer, inputs)
+    trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // _copies(trainer)
+
+
+def _copies(trainer: Any) -> int:
+    """Ranks that hold the same batch because they share a patched model's sequence."""
+    parallelism = trainer.accelerator.parallelism_config
+    return parallelism.cp_size if parallelism is not None and patch_state(trainer.model) is not None else 1
+
+
+def _get_num_items_in_batch(original: Any, trainer: Any, batch_samples: list[Any], device: torch.device) -> Any:
+    """Trainer's item count without the remainder it drops: transformers 5.17 divides it by cp_size in whole numbers."""
+    copies = _copies(trainer)
+    count = original(trainer, batch_samples * copies, device)
+    return count if count is None or copies == 1 else count / copies
 
 
 def _track_num_input_tokens(original: Any, trainer: Any, inputs: Any) -> None:
