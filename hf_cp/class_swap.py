@@ -12,13 +12,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 _STOCK = "_hf_cp_stock_class"
 
 
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module without the one that FSDP2 has put on top."""
+    cls = type(module)
+    return cls.__bases__[-1] if issubclass(cls, FSDPModule) else cls
+
+
 def stock_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before patching; its own class where it is not patched."""
-    return getattr(type(module), _STOCK, type(module))
+    """The class that a module had before patching, under FSDP2's; its own class where it is not patched."""
+    return getattr(_own_class(module), _STOCK, _own_class(module))
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -42,6 +49,8 @@ def _patched_class(
 
         @functools.wraps(stock.forward)
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not is_patched(self):  # mixed precision kept this function in an instance `forward` beyond `swap_out`
+                return stock.forward(self, *args, **kwargs)
             return patched(self, stock.forward, *args, **kwargs)
 
         namespace["forward"] = call
@@ -55,23 +64,22 @@ def swap_in(module: nn.Module, forward: Callable[..., Any] | None, attributes: M
         forward: called as ``forward(module, stock_forward, *args, **kwargs)``; ``None`` keeps the stock forward.
         attributes: class attributes of the new class.
     """
-    _replace_base(module, stock_class(module), _patched_class(stock_class(module), forward, tuple(attributes.items())))
+    _replace_class(module, _patched_class(stock_class(module), forward, tuple(attributes.items())))
 
 
 def swap_out(module: nn.Module) -> None:
     """Give a module its stock class back."""
-    stock = stock_class(module)
-    patched = next(cls for cls in type(module).__mro__ if cls.__dict__.get(_STOCK) is stock)
-    _replace_base(module, patched, stock)
+    _replace_class(module, stock_class(module))
 
 
-def _replace_base(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
-    cls = type(module)
-    if cls is old:
+def _replace_class(module: nn.Module, new: type[nn.Module]) -> None:
+    """Put ``new`` in the place of the module's own class; FSDP2's stays on top."""
+    cls, own = type(module), _own_class(module)
+    if own is new:
+        return
+    if cls is own:
         module.__class__ = new
         return
-    # FSDP2 has put a subclass of its own on top: make the same one over the other base.
-    assert old in cls.__bases__, f"{cls.__name__} does not derive from {old.__name__} directly"
-    bases = tuple(new if base is old else base for base in cls.__bases__)
+    bases = (*cls.__bases__[:-1], new)
     namespace = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
     module.__class__ = type(cls.__name__, bases, namespace)

@@ -61,7 +61,7 @@ def patch(
     mesh = CpMesh.from_group(cp_group)
     targets = list(_targets(model))
     for root, family in targets:
-        existing = root.__dict__.get("_hf_cp")
+        existing = patch_state(root)
         if existing is not None and existing.config != config:
             raise ValueError(f"model is already patched with {existing.config}: call hf_cp.unpatch(model) first")
         _check_layers(root, family)
@@ -157,9 +157,7 @@ def _check_layers(root: nn.Module, family: Family) -> None:
 
 def _patch_root(root: nn.Module, family: Family, config: PatchConfig) -> None:
     text_config: Any = root.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    state = root.__dict__.get("_hf_cp") or PatchState(
-        config, CpMesh.single(), max(1, text_config.linear_conv_kernel_dim - 1)
-    )
+    state = patch_state(root) or PatchState(config, CpMesh.single(), max(1, text_config.linear_conv_kernel_dim - 1))
     shared = {"hf_cp_family": family}
     for module in list(root.modules()):
         stock = stock_class(module)
@@ -168,10 +166,10 @@ def _patch_root(root: nn.Module, family: Family, config: PatchConfig) -> None:
             head: Any = module.lm_head
             if stock_class(head) is nn.Linear:
                 swap_in(head, lm_head.forward, {})
-            module._hf_cp = state
+            module.__dict__["_hf_cp"] = state
         elif stock in family.backbones:
             swap_in(module, text_model.forward, shared)
-            module._hf_cp = state
+            module.__dict__["_hf_cp"] = state
         elif stock is family.attention:
             swap_in(module, None, shared | {"config": attention.CONFIG_PROPERTY})
         elif stock is family.gated_delta_net:

@@ -47,7 +47,7 @@ def bind(model: nn.Module, mesh: CpMesh) -> None:
 
 def check_group(model: Any, config: PatchConfig, mesh: CpMesh) -> None:
     """Raise where one model, patched or about to be, cannot be tied to a group; see `bind`."""
-    state = model.__dict__.get("_hf_cp")
+    state = patch_state(model)
     if state is not None and state.mesh.cp_size > 1 and _ranks(state.mesh) != _ranks(mesh):
         raise ValueError(
             f"cp_group of {state.mesh.cp_size} ranks is already bound to the model, which cannot be bound to another "
