@@ -33,10 +33,11 @@ class _ConfigView:
 
 
 class _ModuleView:
-    """An attention module that holds this rank's heads only."""
+    """An attention module as its attention function sees it: with the true config, and this rank's heads only."""
 
     def __init__(self, module: nn.Module, num_key_value_groups: int) -> None:
         self._module = module
+        self.config = module.__dict__["config"]
         self.num_key_value_groups = num_key_value_groups
 
     def __getattr__(self, name: str) -> Any:
@@ -59,7 +60,7 @@ CONFIG_PROPERTY = _config_property()
 
 
 def attention_function(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -79,8 +80,9 @@ def attention_function(
     """
     name = module.__dict__["config"]._attn_implementation
     stock: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, type(module).hf_cp_family.eager_attention)
+    view = _ModuleView(module, module.num_key_value_groups)
     if cp_context is None:
-        return stock(module, query, key, value, attention_mask, **kwargs)
+        return stock(view, query, key, value, attention_mask, **kwargs)
     kwargs["position_ids"] = cp_context.position_ids
 
     def attend(view: Any, mask: torch.Tensor | None) -> torch.Tensor:
@@ -90,13 +92,13 @@ def attention_function(
         return segments.attend(query, key, value, cp_context.segments, scale=scale, dropout=dropout)
 
     if cp_context.mesh.cp_size == 1:
-        return attend(module, attention_mask), None
+        return attend(view, attention_mask), None
     if cp_context.config.attention_mode == "ulysses":
         query, key, value = modes.sequence_to_heads(query, key, value, cp_context)
         output = attend(_ModuleView(module, query.shape[1] // key.shape[1]), attention_mask)
         return modes.heads_to_sequence(output, cp_context), None
     key, value, mask = modes.gather_keys(key, value, attention_mask, name, cp_context)
-    return attend(module, mask), None
+    return attend(view, mask), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_function)

@@ -12,7 +12,7 @@ from hf_cp.loss import IGNORE_INDEX, TrainerItemCount, scaled_loss, shift_labels
 
 from . import lm_head
 from .signature import CallArguments
-from .text_model import is_cached, open_context, whole_sequence
+from .text_model import is_cached, open_context, pop_as_tuple, whole_sequence, whole_states
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
     for name in ("labels", "shift_labels"):
         arguments.pop(name)
     num_items, keep = arguments.pop("num_items_in_batch"), arguments.pop("logits_to_keep")
-    return_dict = arguments.pop("return_dict")
+    as_tuple = pop_as_tuple(module, arguments)
     decoder = module.model
     want_logits = not training or (not module.training if options.return_logits is None else options.return_logits)
     cp, whole = open_context(
@@ -84,9 +84,9 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
         loss = scaled_loss(local_sum, valid, cp.mesh, num_items_in_batch=num_items)
     states = output.get("hidden_states")
     if states is not None:
-        states = tuple(whole_sequence(x, cp) for x in states)
+        states = whole_states(states, cp)
     result = CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states)
-    return result.to_tuple() if return_dict is False else result
+    return result.to_tuple() if as_tuple else result
 
 
 def _keeps_some(keep: int | torch.Tensor | None) -> bool:

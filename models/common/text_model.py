@@ -217,6 +217,7 @@ def run_local(module: Any, stock_forward: Any, arguments: CallArguments, cp: CpC
             attention_mask=_masks(module, cp, whole),
             position_ids=layout.shard_position_ids(position_ids),
             use_cache=False,
+            return_dict=True,
             cp_context=cp,
         ),
     )
@@ -225,6 +226,17 @@ def run_local(module: Any, stock_forward: Any, arguments: CallArguments, cp: CpC
 def whole_sequence(x: torch.Tensor, cp: CpContext) -> torch.Tensor:
     """Every rank's tokens ``[B, L, ...]`` as one sequence ``[B, T, ...]``, in order and without padding."""
     return cp.layout.unpad(gather_sequence(x, cp.mesh, dim=1), 1)
+
+
+def whole_states(states: tuple[Any, ...], cp: CpContext) -> tuple[Any, ...]:
+    """`whole_sequence` of each layer's hidden states; those that were not asked for are ``None``."""
+    return tuple(None if x is None else whole_sequence(x, cp) for x in states)
+
+
+def pop_as_tuple(module: Any, arguments: CallArguments) -> bool:
+    """Whether the caller, or else the config, wants a tuple; the call no longer says so."""
+    return_dict = arguments.pop("return_dict")
+    return (module.config.return_dict if return_dict is None else return_dict) is False
 
 
 def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -237,12 +249,12 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
     opened = arguments.pop("cp_opened")
     if opened is not None:
         return run_local(module, stock_forward, arguments, *opened)
-    return_dict = arguments.pop("return_dict")
     if is_cached(arguments):
         return stock_forward(module, **arguments.replace())
+    as_tuple = pop_as_tuple(module, arguments)
     cp, whole = open_context(module, arguments)
     output = run_local(module, stock_forward, arguments, cp, whole)
     output["last_hidden_state"] = whole_sequence(output["last_hidden_state"], cp)
     if output.get("hidden_states") is not None:
-        output["hidden_states"] = tuple(whole_sequence(x, cp) for x in output["hidden_states"])
-    return output.to_tuple() if return_dict is False else output
+        output["hidden_states"] = whole_states(output["hidden_states"], cp)
+    return output.to_tuple() if as_tuple else output
