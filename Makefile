@@ -49,7 +49,7 @@ test: env
 
 test-oldest: env
 ifneq ($(RANGE_TESTS),)
-	PYTHONPATH=$(abspath $(OVERLAY)) $(BIN)/python -m pytest $(RANGE_TESTS)
+	EXPECT_TRANSFORMERS=$(OLDEST_TRANSFORMERS) PYTHONPATH=$(abspath $(OVERLAY)) $(BIN)/python -m pytest $(RANGE_TESTS)
 endif
 
 test-wheel: env

@@ -1,0 +1,351 @@
+"""An unchanged Trainer with a patched model against the stock model on one process, step by step."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+from torch.distributed.tensor.experimental import context_parallel
+from training_runs import (
+    FSDP2,
+    Curve,
+    Layout,
+    Rows,
+    Run,
+    assert_moves,
+    assert_same_curve,
+    curve_of,
+    environment_of,
+    launched,
+    make_trainer,
+    patched,
+    relative,
+    run_in,
+    sizes_environment,
+    small_model,
+    train_on_one_process,
+    whole_weights,
+)
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Trainer, TrainingArguments
+
+import hf_cp
+from hf_cp.testing import World
+
+Worlds = Callable[..., World]
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+FSDP_CP2 = Layout("fsdp2", cp=2)
+DDP_CP2 = Layout("ddp", cp=2)
+FSDP_2X2 = Layout("fsdp2", cp=2, dp_shard=2)
+HSDP_2X2 = Layout("fsdp2", cp=2, dp_replicate=2)
+DDP_2X2 = Layout("ddp", cp=2, dp_replicate=2)
+
+RUNS = [
+    Run(FSDP_CP2, eval_every=5),
+    Run(FSDP_CP2, count_items=False),
+    Run(FSDP_CP2, accumulation=4, average_tokens=False, steps=10),
+    Run(FSDP_CP2, checkpointing="reentrant"),
+    Run(FSDP_CP2, checkpointing="not_reentrant", steps=10),
+    Run(FSDP_CP2, streaming=True, steps=10),
+    Run(DDP_CP2, accumulation=4, eval_every=10),
+    Run(DDP_CP2, count_items=False),
+    Run(DDP_CP2, checkpointing="not_reentrant", steps=10),
+    Run(Layout("fsdp2", cp=4, linear_mode="allgather", attention_mode="allgather"), eval_every=5),
+    Run(Layout("ddp", cp=4, linear_mode="ulysses"), count_items=False),
+    Run(FSDP_2X2, accumulation=4),
+    Run(FSDP_2X2, count_items=False),
+    Run(FSDP_2X2, streaming=True, steps=10),
+    Run(FSDP_2X2, from_environment=True, steps=10),
+    Run(HSDP_2X2),
+    Run(HSDP_2X2, accumulation=4, count_items=False),
+    Run(DDP_2X2, count_items=False),
+    Run(DDP_2X2, accumulation=4),
+    Run(Layout("fsdp2", dp_shard=2), steps=10),  # patched, no context parallelism
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_every_step_equals_one_process(world: Worlds, run: Run) -> None:
+    assert run.layout is not None
+    expected = train_on_one_process(run.on_one_process())
+    assert_moves(expected, run.steps, run.clip)
+    assert_same_curve(run_in(world(run.layout.world_size), run), expected)
+
+
+def test_item_counts_of_one_device_equal_stock_data_parallelism(world: Worlds) -> None:
+    """Without averaging over devices each data-parallel rank divides by its own count, which no one process does."""
+    habits: dict[str, Any] = {"steps": 8, "accumulation": 2, "average_tokens": False}
+    stock = run_in(world(2), Run(Layout("ddp", dp_replicate=2, stock=True), **habits))
+    assert_same_curve(run_in(world(4), Run(DDP_2X2, **habits)), stock[0])
+
+
+def launch_environment(recipe: str) -> dict[str, str]:
+    """What `accelerate launch --config_file` hands to its processes."""
+    arguments = launch_command_parser().parse_args(["--config_file", str(RECIPES / recipe), "script.py"])
+    validated, _, _ = _validate_launch_command(arguments)
+    environment = prepare_multi_gpu_env(validated)
+    prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+    return {name: value for name, value in environment.items() if name.startswith(prefixes)}
+
+
+def recipe_on_rank(rank: int, size: int, run: Run, environment: dict[str, str]) -> Curve:
+    with launched(environment), tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(run, folder)
+        trainer.train()
+        return curve_of(trainer)
+
+
+def test_launch_configuration_file_of_the_recipes(world: Worlds) -> None:
+    run = Run(FSDP_CP2, from_environment=True, steps=10)
+    environment = launch_environment("cpu_x2.yaml")
+    assert environment.items() >= sizes_environment(FSDP_CP2).items()
+    expected = train_on_one_process(run.on_one_process())
+    assert_same_curve(world(2).run(recipe_on_rank, run, environment, timeout=150), expected)
+
+
+# Evaluation.
+
+Evaluated = dict[str, Any]
+
+
+def evaluate(run: Run, rows: int, batch: int, lengths_differ: bool) -> Evaluated:
+    """eval_loss, and what `compute_metrics` and `predict` are given, of the untrained model."""
+    seen: dict[str, Any] = {}
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        seen.update(logits=torch.as_tensor(prediction.predictions), labels=torch.as_tensor(prediction.label_ids))
+        return {"rows": len(prediction.predictions)}
+
+    data = Rows(rows, run.seq_len, seed=1, batch=batch if lengths_differ else 0)
+    options = {"eval_dataset": data, "compute_metrics": compute_metrics}
+    with launched(environment_of(run)), tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(run, folder, **options)
+        if trainer.is_fsdp_enabled:  # Accelerate takes a model under FSDP2 only together with an optimizer
+            trainer.train()
+        metrics = trainer.evaluate()
+        predicted: Any = trainer.predict(data)
+    return {
+        "loss": metrics["eval_loss"],
+        "test_loss": predicted.metrics["test_loss"],
+        "rows": metrics["eval_rows"],
+        "predicted": torch.as_tensor(predicted.predictions),
+        **seen,
+    }
+
+
+def with_eval_batch(run: Run, batch: int) -> Run:
+    return replace(run, steps=1, options=(("per_device_eval_batch_size", batch), ("learning_rate", 0.0)))
+
+
+def evaluate_on_rank(rank: int, size: int, run: Run, cases: list[tuple[int, int, bool]]) -> list[Evaluated]:
+    return [evaluate(with_eval_batch(run, batch), rows, batch, differ) for rows, batch, differ in cases]
+
+
+@functools.cache
+def evaluate_on_one_process(rows: int, batch: int, lengths_differ: bool) -> Evaluated:
+    return evaluate(with_eval_batch(Run(), batch), rows, batch, lengths_differ)
+
+
+def assert_same_evaluation(found: Evaluated, expected: Evaluated) -> None:
+    assert relative([found["loss"], found["test_loss"]], [expected["loss"], expected["test_loss"]]) <= 1e-6
+    assert found["rows"] == expected["rows"]
+    assert torch.equal(found["labels"], expected["labels"])
+    for name in ("logits", "predicted"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "cases"),
+    [
+        (FSDP_CP2, [(5, 4, False), (8, 4, False), (1, 4, False), (7, 2, True)]),
+        (DDP_CP2, [(5, 4, False), (3, 2, False), (6, 3, True)]),
+        (Layout("ddp", cp=4, attention_mode="allgather"), [(5, 4, False), (2, 4, False), (7, 3, True)]),
+    ],
+    ids=str,
+)
+def test_evaluation_equals_one_process(world: Worlds, layout: Layout, cases: list[tuple[int, int, bool]]) -> None:
+    for results in world(layout.world_size).run(evaluate_on_rank, Run(layout), cases, timeout=120):
+        for case, found in zip(cases, results, strict=True):
+            rows = case[0]
+            expected = evaluate_on_one_process(*case)
+            assert expected["rows"] == rows
+            assert_same_evaluation(found, expected)
+
+
+def test_evaluation_equals_stock_data_parallelism(world: Worlds) -> None:
+    cases = [(5, 2, False), (3, 2, False), (9, 2, False), (8, 2, False)]
+    expected = world(2).run(evaluate_on_rank, Run(Layout("ddp", dp_replicate=2, stock=True)), cases)[0]
+    for layout in (DDP_2X2, FSDP_2X2):
+        for results in world(4).run(evaluate_on_rank, Run(layout), cases, timeout=120):
+            for found, wanted in zip(results, expected, strict=True):
+                assert_same_evaluation(found, wanted)
+
+
+# Checkpoints.
+
+
+def save_on_rank(rank: int, size: int, run: Run, folder: Path) -> dict[str, Any]:
+    with launched(environment_of(run)):
+        trainer = make_trainer(run, folder)
+        trainer.train()
+        trainer.save_model(str(folder / "trainer"))
+        model: Any = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        if rank == 0:
+            model.save_pretrained(folder / "pretrained", state_dict=state)
+        wrapped: Any = trainer.model_wrapped
+        with torch.no_grad():
+            logits = wrapped.eval()(input_ids=Rows(2, 63, seed=2)[0]["input_ids"][None]).logits
+        return {"logits": logits, "weights": whole_weights(wrapped)}
+
+
+@pytest.mark.parametrize("layout", [FSDP_CP2, DDP_CP2], ids=str)
+def test_saved_model_is_a_stock_model(world: Worlds, layout: Layout, tmp_path: Path) -> None:
+    results = world(2).run(save_on_rank, Run(layout, steps=3), tmp_path)
+    for name in ("trainer", "pretrained"):
+        model = Qwen3_5ForCausalLM.from_pretrained(tmp_path / name).eval()
+        assert model.config.architectures == ["Qwen3_5ForCausalLM"]
+        assert "_hf_cp" not in vars(model)
+        ids = Rows(2, 63, seed=2)[0]["input_ids"][None]
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits
+        for result in results:
+            torch.testing.assert_close(result["logits"], logits, rtol=1e-5, atol=1e-5)
+            assert all(torch.equal(result["weights"][key], w) for key, w in whole_weights(model).items())
+
+
+def interrupted_on_rank(rank: int, size: int, run: Run, folder: Path, kind: str) -> Curve:
+    """Four steps in two processes' worth of state: two, a checkpoint, and two more from it."""
+    environment = {**environment_of(run), "FSDP_STATE_DICT_TYPE": kind}
+    for steps in (2, 4):
+        options = (("max_steps", steps), ("save_strategy", "steps"), ("save_steps", 2))
+        with launched(environment):
+            trainer = make_trainer(replace(run, options=options), folder)
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if steps == 4 else None)
+            assert trainer.state.global_step == steps
+            curve = curve_of(trainer)
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        (FSDP_CP2, "FULL_STATE_DICT"),
+        (FSDP_CP2, "SHARDED_STATE_DICT"),
+        (DDP_CP2, "FULL_STATE_DICT"),
+        (FSDP_2X2, "SHARDED_STATE_DICT"),
+    ],
+    ids=str,
+)
+def test_resumed_run_continues_the_curve(world: Worlds, layout: Layout, kind: str, tmp_path: Path) -> None:
+    run = Run(layout, steps=4, accumulation=2)
+    expected = train_on_one_process(run.on_one_process())
+    found = world(layout.world_size).run(interrupted_on_rank, run, tmp_path, kind, timeout=120)
+    assert_same_curve(found, expected)
+
+
+# Numbers of fewer bits.
+
+
+def low_precision_on_rank(rank: int, size: int, kind: str) -> Curve:
+    run = Run(FSDP_CP2, steps=10, options=(("bf16", kind == "mixed_precision"),))
+    model = small_model()
+    if kind == "loaded":
+        model = model.to(torch.bfloat16)
+    with launched(environment_of(run)), tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(run, folder, model=patched(model, run.layout))
+        trainer.train()
+        return curve_of(trainer)
+
+
+@pytest.mark.parametrize("kind", ["loaded", "mixed_precision"])
+def test_bfloat16_follows_the_curve(world: Worlds, kind: str) -> None:
+    expected = train_on_one_process(Run(FSDP_CP2, steps=10).on_one_process())
+    for curve in world(2).run(low_precision_on_rank, kind, timeout=120):
+        assert relative(curve.losses, expected.losses) < 0.02
+        assert curve.losses[-1] < 0.9 * curve.losses[0]
+        dtype = torch.bfloat16 if kind == "loaded" else torch.float32
+        assert {w.dtype for w in curve.weights.values()} == {dtype}
+
+
+def mixed_dtypes_on_rank(rank: int, size: int) -> str:
+    run = Run(FSDP_CP2, steps=1)
+    model = small_model().to(torch.bfloat16)
+    model.model.layers[0].linear_attn.A_log.data = model.model.layers[0].linear_attn.A_log.data.float()
+    with launched(environment_of(run)), tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(run, folder, model=patched(model, run.layout))
+        with pytest.raises(ValueError, match="dtype") as raised:
+            trainer.train()
+    return str(raised.value)
+
+
+def test_mixed_dtypes_are_refused_before_training(world: Worlds) -> None:
+    messages = world(2).run(mixed_dtypes_on_rank)
+    assert len(set(messages)) == 1
+    assert "\n" not in messages[0]
+    assert "A_log" in messages[0]
+
+
+# Models that are none of ours.
+
+
+def llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config)
+
+
+def unpatched_on_rank(rank: int, size: int) -> None:
+    environment = {**FSDP2, "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"}
+    with launched(environment), tempfile.TemporaryDirectory() as folder:
+        options = TrainingArguments(
+            output_dir=folder, use_cpu=True, report_to=[], parallelism_config=FSDP_CP2.config(), disable_tqdm=True
+        )
+        trainer = Trainer(model=llama(), args=options, train_dataset=Rows(4, 64))
+        accelerator = trainer.accelerator
+        stock = llama()
+        model, _ = accelerator.prepare(stock, torch.optim.AdamW(stock.parameters()))
+        context = accelerator._cp_context
+        assert isinstance(context, functools.partial)
+        assert context.func is context_parallel
+        # Accelerate's hook on attention modules, which a patched model never gets.
+        assert any(module._forward_pre_hooks for name, module in model.named_modules() if name.endswith("self_attn"))
+        batch = {"input_ids": torch.full((2, 64), 1 + rank), "labels": torch.full((2, 64), 1 + rank)}
+        _, inputs = trainer._prepare_context_parallel_inputs(model, dict(batch))
+        assert {"shift_labels", "position_ids"} <= set(inputs)
+        assert "cp_options" not in inputs
+        gathered: Any = accelerator.gather_for_metrics(batch["labels"])
+        assert gathered[:, 0].tolist() == [1, 1, 2, 2]
+    with launched(environment):
+        accelerator = Accelerator(cpu=True, parallelism_config=FSDP_CP2.config())
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(ValueError, match="linear_attention"):
+            accelerator.prepare(model, optimizer)
+
+
+def test_unpatched_models_go_to_accelerate(world: Worlds) -> None:
+    # After a patched model has been trained in the same processes.
+    run_in(world(2), Run(FSDP_CP2, steps=1))
+    world(2).run(unpatched_on_rank)
+
+
+def patched_alone() -> Curve:
+    with launched({}), tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(Run(), folder, model=hf_cp.patch(small_model(), gdn_backend="eager"))
+        trainer.train()
+        return curve_of(trainer)
+
+
+def test_patched_on_one_process_without_any_configuration() -> None:
+    assert_same_curve([patched_alone()], train_on_one_process(Run()))
