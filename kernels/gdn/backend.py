@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Protocol, cast
 
@@ -84,6 +85,13 @@ def unavailable_reason(name: str) -> str | None:
             return "Triton is not installed"
         if not torch.cuda.is_available():
             return "PyTorch sees no CUDA GPU"
+        capability = torch.cuda.get_device_capability()
+        if capability[0] != 9:
+            return (
+                f"the GPU has compute capability {capability[0]}.{capability[1]}, the Triton stages need 9.0 (Hopper)"
+            )
+        if tuple(map(int, version("triton").split(".")[:2])) < (3, 6):
+            return f"Triton {version('triton')} is older than 3.6"
         if find_spec(f"{__package__}.{_MODULES[name]}") is None:
             return "this version of hf_cp has no Triton stages"
     return None

@@ -2,14 +2,18 @@
 
 B batch, T tokens, H key heads, HV value heads, K/V head dims, N states (B, or the number of documents).
 They compute what the functions of the same names in `eager` compute; README.md says in which steps, and how fast.
+All raise ValueError for a dim or dtype that they do not serve.
 """
 
 import torch
 
-from .chunks import cut
+from .chunks import Chunks, cut, split
 from .gradients import gradients
 from .prepare import GRADIENT, OUTPUT, SUMMARY, prepare
-from .state import outputs, reverse, transitions
+from .state import fold, outputs, reverse, transitions
+
+DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def forward(
@@ -25,11 +29,17 @@ def forward(
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs and final states of the gated delta rule; see `eager.forward`."""
+    _check(k, v)
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     initial_state = _contiguous(initial_state)
     chunks = cut(k.shape[0], k.shape[1], cu_seqlens)
+    chunks = _split(chunks, k, v)
+    if chunks.spans > 1:
+        transition, added = _summaries(k, v, g, beta, chunks, use_qk_l2norm_in_kernel)
+        initial_state = fold(transition, added, initial_state, chunks, reverse=False)
     prepared = prepare(q, k, g, beta, chunks, mode=OUTPUT, scale=scale, normalize=use_qk_l2norm_in_kernel)
-    return outputs(q, k, v, prepared, initial_state, chunks)
+    o, final_states = outputs(q, k, v, prepared, initial_state, chunks)
+    return o, final_states.unflatten(0, (chunks.documents, chunks.spans))[:, -1].contiguous()
 
 
 def summary(
@@ -41,6 +51,7 @@ def summary(
     use_qk_l2norm_in_kernel: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """M and h of a span: final_state = M @ initial_state + h; see `eager.summary`."""
+    _check(k, v)
     k, v, g, beta = (x.contiguous() for x in (k, v, g, beta))
     chunks = cut(k.shape[0], k.shape[1], None)
     prepared = prepare(None, k, g, beta, chunks, mode=SUMMARY, scale=1.0, normalize=use_qk_l2norm_in_kernel)
@@ -58,6 +69,7 @@ def backward_state(
     use_qk_l2norm_in_kernel: bool,
 ) -> torch.Tensor:
     """dh of a span: d_initial_state = M^T d_final_state + dh; see `eager.backward_state`."""
+    _check(k, do)
     q, k, g, beta, do = (x.contiguous() for x in (q, k, g, beta, do))
     chunks = cut(k.shape[0], k.shape[1], None)
     prepared = prepare(q, k, g, beta, chunks, mode=GRADIENT, scale=scale, normalize=use_qk_l2norm_in_kernel)
@@ -79,13 +91,45 @@ def backward(
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of all inputs, the states computed anew from `initial_state`; see `eager.backward`."""
+    _check(k, v)
     q, k, v, g, beta, do = (x.contiguous() for x in (q, k, v, g, beta, do))
     initial_state, dfinal_state = _contiguous(initial_state), _contiguous(dfinal_state)
     chunks = cut(k.shape[0], k.shape[1], cu_seqlens)
     prepared = prepare(q, k, g, beta, chunks, mode=GRADIENT, scale=scale, normalize=use_qk_l2norm_in_kernel)
+    chunks = _split(chunks, k, v)
+    if chunks.spans > 1:
+        transition, added = _summaries(k, v, g, beta, chunks, use_qk_l2norm_in_kernel)
+        dadded = reverse(q, k, None, do, prepared, None, None, chunks).dinitial_state
+        initial_state = fold(transition, added, initial_state, chunks, reverse=False)
+        dfinal_state = fold(transition, dadded, dfinal_state, chunks, reverse=True)
     chains = reverse(q, k, v, do, prepared, initial_state, dfinal_state, chunks)
     inputs = gradients(q, k, v, g, beta, do, prepared, chains, chunks, scale=scale, normalize=use_qk_l2norm_in_kernel)
-    return *inputs, chains.dinitial_state
+    dinitial_states = chains.dinitial_state.unflatten(0, (chunks.documents, chunks.spans))
+    return *inputs, dinitial_states[:, 0].contiguous()
+
+
+def _split(chunks: Chunks, k: torch.Tensor, v: torch.Tensor) -> Chunks:
+    # A fold holds M in fp32 in shared memory, which [256, 256] exceeds.
+    return chunks if k.shape[-1] > 128 else split(chunks, *v.shape[2:])
+
+
+def _summaries(
+    k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, chunks: Chunks, normalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """M and h of every span."""
+    prepared = prepare(None, k, g, beta, chunks, mode=SUMMARY, scale=1.0, normalize=normalize)
+    return transitions(k, v, prepared, chunks)
+
+
+def _check(k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuses what no launch was verified for, from metadata alone."""
+    for name, dim in (("K", k.shape[-1]), ("V", v.shape[-1])):
+        if dim not in DIMS:
+            raise ValueError(f'{name}={dim} is not served by gdn_backend="triton": use one of {DIMS}, or "eager"')
+    if k.dtype not in DTYPES:
+        raise ValueError(f'dtype {k.dtype} is not served by gdn_backend="triton": cast to bfloat16, or use "eager"')
+    if k.shape[1] == 0:
+        raise ValueError('T=0 is not served by gdn_backend="triton": drop the empty call, or use "eager"')
 
 
 def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:

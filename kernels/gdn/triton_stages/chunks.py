@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 CHUNK = 64
+# Chains that run at once: one on each multiprocessor of an H100 or H200.
+PROGRAMS = 132
 
 # Rows of the table of scales [chunks, HV, SCALE_ROWS, C], fp32: what multiplies token i of a chunk.
 # x and y are the inverse norms of k and q (1 without normalisation), G the running sum of g within the chunk.
@@ -20,6 +22,7 @@ BETA = 3
 GATE = 4  # G
 KEY_NORM = 5  # x
 QUERY_NORM = 6  # y
+ERROR = 7  # -e^G x beta: errors that take the state's gradient
 SCALE_ROWS = 8
 
 
@@ -33,6 +36,8 @@ class Chunks(NamedTuple):
     lengths: torch.Tensor | None  # [count] int32, tokens, 0 beyond the last document
     token_offsets: torch.Tensor | None  # [N + 1] int64, cu_seqlens
     chunk_offsets: torch.Tensor | None  # [N + 1] int64, first chunk
+    spans: int = 1  # spans of a document, each with a state of its own
+    span_chunks: int = 2**30  # chunks of a span
 
 
 def cut(batch: int, seq_len: int, cu_seqlens: torch.Tensor | None) -> Chunks:
@@ -53,6 +58,20 @@ def cut(batch: int, seq_len: int, cu_seqlens: torch.Tensor | None) -> Chunks:
     starts = offsets[document] + (index - chunk_offsets[document]) * CHUNK
     lengths = (offsets[document + 1] - starts).clamp_(0, CHUNK)
     return Chunks(count, documents, 0, starts, lengths.int(), offsets, chunk_offsets)
+
+
+def split(chunks: Chunks, heads: int, value_dim: int) -> Chunks:
+    """The same chunks in as many spans as fill the GPU, or as they are where that would not pay.
+
+    A split runs every chain twice, for the spans' summaries and for the result, each a fraction of the chunks long: it
+    pays from four spans, and from 16 chunks a span. The choice depends on shapes alone, so results stay the same.
+    """
+    if chunks.starts is not None:
+        return chunks
+    programs = chunks.documents * heads * (value_dim // 64)
+    span_chunks = max(16, triton.cdiv(chunks.per_document, max(1, PROGRAMS // programs)))
+    spans = triton.cdiv(chunks.per_document, span_chunks)
+    return chunks._replace(spans=spans, span_chunks=span_chunks) if spans >= 4 else chunks
 
 
 @triton.jit

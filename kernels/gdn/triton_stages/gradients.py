@@ -51,6 +51,7 @@ def _value_kernel(
     BLOCK_V: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
     SUM_PRECISION: tl.constexpr,
 ):
     """dv, dbeta, N, beta∘dL and a part of dg of one chunk of one value head; grid (chunks * HV).
@@ -78,7 +79,7 @@ def _value_kernel(
     b_da = tl.zeros([C, C], dtype=tl.float32)
     b_dbeta = tl.zeros([C], dtype=tl.float32)
     b_dbegin = tl.zeros([C], dtype=tl.float32)
-    for i_v in tl.static_range(V // BLOCK_V):
+    for i_v in tl.range(0, V // BLOCK_V, num_stages=STAGES):
         column = i_hv * V + i_v * BLOCK_V
         b_state = d_states.load([pid * V + i_v * BLOCK_V, 0])
         b_v = d_v.load([i_row, first, column]).reshape(C, BLOCK_V)
@@ -160,6 +161,7 @@ def _key_kernel(
     NORMALIZE: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """dk and its part of dg, of one chunk of a key head and its value heads; grid (chunks * H)."""
     pid = tl.program_id(0)
@@ -187,7 +189,7 @@ def _key_kernel(
 
         b_part = tl.zeros([C, K], dtype=tl.float32)
         dchunk = 0.0
-        for i_v in tl.static_range(V // BLOCK_V):
+        for i_v in tl.range(0, V // BLOCK_V, num_stages=STAGES):
             b_state = d_states.load([row_head * V + i_v * BLOCK_V, 0])
             b_dstate = d_dstates.load([row_head * V + i_v * BLOCK_V, 0])
             b_dv = d_dv.load([i_row, first, i_hv * V + i_v * BLOCK_V]).reshape(C, BLOCK_V)
@@ -247,6 +249,7 @@ def _query_kernel(
     NORMALIZE: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """dq and dg of one chunk of a key head and its value heads, after the keys' kernel; grid (chunks * H)."""
     pid = tl.program_id(0)
@@ -270,7 +273,7 @@ def _query_kernel(
         row_head = (pid // H) * HV + i_hv
         b_begin = tl.exp(tl.load(p_scales + i_head * (_SCALE_ROWS * C) + _GATE * C + o_c))
         b_part = tl.zeros([C, K], dtype=tl.float32)
-        for i_v in tl.static_range(V // BLOCK_V):
+        for i_v in tl.range(0, V // BLOCK_V, num_stages=STAGES):
             b_do = d_do.load([i_row, first, i_hv * V + i_v * BLOCK_V]).reshape(C, BLOCK_V)
             b_state = d_states.load([row_head * V + i_v * BLOCK_V, 0])
             b_part = tl.dot(b_do, b_state, b_part, input_precision=PRECISION)
@@ -322,32 +325,30 @@ def gradients(
     dv = chains.dvalues
     dg_part = torch.empty(chunks.count, HV, CHUNK, dtype=torch.float32, device=k.device)
     written = k.new_empty(chunks.count, HV, CHUNK, V)
-    block_v = launch("value", K, k.dtype).block_v
-    d_q, d_k = token_tiles(q, CHUNK, K), token_tiles(k, CHUNK, K)
-    d_do, d_dv = token_tiles(do, CHUNK, block_v), token_tiles(dv, CHUNK, block_v)
+    value, key, query = (launch(kernel, K, k.dtype) for kernel in ("value", "key", "query"))
+    d_k = token_tiles(k, CHUNK, K)
+    d_q = token_tiles(q, CHUNK, K)
     d_inverse, d_attention = block_tiles(prepared.first, CHUNK, CHUNK), block_tiles(prepared.second, CHUNK, CHUNK)
-    d_states, d_dstates = block_tiles(chains.states, block_v, K), block_tiles(chains.dstates, block_v, K)
-    d_written = block_tiles(written, CHUNK, block_v)
     shape: Any = {
         "K": K,
         "V": V,
         "C": CHUNK,
-        "BLOCK_V": block_v,
         "PACKED": chunks.starts is not None,
         "PRECISION": dot_precision(k.dtype),
     }
     place = (chunks.starts, chunks.lengths, seq_len, chunks.per_document)
     with on_device(k):
+        d_dv = token_tiles(dv, CHUNK, value.block_v)
         _value_kernel[(chunks.count * HV,)](
             d_k,
-            token_tiles(v, CHUNK, block_v),
-            d_do,
+            token_tiles(v, CHUNK, value.block_v),
+            token_tiles(do, CHUNK, value.block_v),
             d_dv,
             d_inverse,
             d_attention,
-            d_states,
+            block_tiles(chains.states, value.block_v, K),
             d_dv,
-            d_written,
+            block_tiles(written, CHUNK, value.block_v),
             prepared.first,
             prepared.second,
             prepared.scales,
@@ -358,18 +359,20 @@ def gradients(
             scale,
             H,
             HV,
+            BLOCK_V=value.block_v,
+            STAGES=value.stages,
             SUM_PRECISION="tf32" if k.dtype != torch.float32 else shape["PRECISION"],
             **shape,
-            **launch("value", K, k.dtype).options,
+            **value.options,
         )
         dk = torch.empty_like(k)
         _key_kernel[(chunks.count * H,)](
             d_q,
             d_k,
-            d_dv,
-            d_written,
-            d_states,
-            d_dstates,
+            token_tiles(dv, CHUNK, key.block_v),
+            block_tiles(written, CHUNK, key.block_v),
+            block_tiles(chains.states, key.block_v, K),
+            block_tiles(chains.dstates, key.block_v, K),
             prepared.first,
             prepared.second,
             prepared.scales,
@@ -378,18 +381,20 @@ def gradients(
             *place,
             H,
             GROUP=HV // H,
+            BLOCK_V=key.block_v,
+            STAGES=key.stages,
             NORMALIZE=normalize,
             **shape,
-            **launch("key", K, k.dtype).options,
+            **key.options,
         )
-        del d_written, written
+        del written
         dq = torch.empty_like(q)
         _query_kernel[(chunks.count * H,)](
             d_q,
             d_k,
-            d_do,
+            token_tiles(do, CHUNK, query.block_v),
             d_attention,
-            d_states,
+            block_tiles(chains.states, query.block_v, K),
             prepared.scales,
             dg_part,
             dq,
@@ -398,8 +403,10 @@ def gradients(
             scale,
             H,
             GROUP=HV // H,
+            BLOCK_V=query.block_v,
+            STAGES=query.stages,
             NORMALIZE=normalize,
             **shape,
-            **launch("query", K, k.dtype).options,
+            **query.options,
         )
     return dq, dk, dv, dg, dbeta

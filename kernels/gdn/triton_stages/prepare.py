@@ -13,6 +13,7 @@ from ..reference import L2NORM_EPS
 from .chunks import (
     BETA,
     CHUNK,
+    ERROR,
     GATE,
     KEY_NORM,
     QUERY,
@@ -23,13 +24,14 @@ from .chunks import (
     Chunks,
     chunk_tokens,
 )
-from .launch import dot_precision, launch, on_device
+from .launch import block_tiles, dot_precision, launch, on_device, token_tiles
 
 _READ = tl.constexpr(READ)
 _WRITE = tl.constexpr(WRITE)
 _QUERY = tl.constexpr(QUERY)
 _BETA = tl.constexpr(BETA)
 _GATE = tl.constexpr(GATE)
+_ERROR = tl.constexpr(ERROR)
 _KEY_NORM = tl.constexpr(KEY_NORM)
 _QUERY_NORM = tl.constexpr(QUERY_NORM)
 _SCALE_ROWS = tl.constexpr(SCALE_ROWS)
@@ -54,6 +56,7 @@ class Prepared(NamedTuple):
     scales: torch.Tensor  # [chunks, HV, SCALE_ROWS, C], fp32
 
 
+_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _OUTPUT = tl.constexpr(OUTPUT)
 _SUMMARY = tl.constexpr(SUMMARY)
 _GRADIENT = tl.constexpr(GRADIENT)
@@ -71,8 +74,9 @@ def unit_lower_inverse(b_lower, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION:
     # The highest bit in which row and column differ is the level at which their blocks join.
     o_bits = tl.arange(0, C)[:, None] ^ tl.arange(0, C)[None, :]
     b_inverse = tl.where(o_bits == 0, 1.0, tl.where(o_bits == 1, -b_lower, 0.0))
+    b_lower = b_lower.to(DTYPE)
     for level in tl.static_range(1, 6):
-        b_off = tl.where((o_bits >> level) == 1, b_lower, 0.0).to(DTYPE)
+        b_off = tl.where((o_bits >> level) == 1, b_lower, 0.0)
         b_rounded = b_inverse.to(DTYPE)
         b_half = tl.dot(b_off, b_rounded, input_precision=PRECISION)
         b_inverse -= tl.dot(b_rounded, b_half.to(DTYPE), input_precision=PRECISION)
@@ -92,12 +96,12 @@ def inverse_norm(b_x, EPS: tl.constexpr, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def _prepare_kernel(
-    p_q,
-    p_k,
+    d_q,
+    d_k,
     p_g,
     p_beta,
-    p_first,
-    p_second,
+    d_first,
+    d_second,
     p_scales,
     p_starts,
     p_lengths,
@@ -105,9 +109,10 @@ def _prepare_kernel(
     chunks_per_document,
     scale,
     H,
-    GROUP: tl.constexpr,
+    HV,
     K: tl.constexpr,
     C: tl.constexpr,
+    DTYPE: tl.constexpr,
     EPS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     MODE: tl.constexpr,
@@ -115,68 +120,66 @@ def _prepare_kernel(
     PRECISION: tl.constexpr,
     INVERSE_DTYPE: tl.constexpr,
 ):
-    """One chunk of one key head and its GROUP value heads; grid (chunks * H)."""
-    pid = tl.program_id(0)
-    i_chunk = (pid // H).to(tl.int64)
-    i_h = pid % H
-    HV = H * GROUP
-    i_row, first, length = chunk_tokens(pid // H, p_starts, p_lengths, seq_len, chunks_per_document, C, PACKED)
+    """One chunk of one value head; grid (chunks * HV).
 
-    start = i_row.to(tl.int64) * seq_len + first
+    K K^T and Q K^T are the same for the value heads of a key head; to compute them again costs less than to hold them.
+    """
+    pid = tl.program_id(0)
+    i_hv = pid % HV
+    i_h = i_hv // (HV // H)
+    i_row, first, length = chunk_tokens(pid // HV, p_starts, p_lengths, seq_len, chunks_per_document, C, PACKED)
     o_c = tl.arange(0, C)
     m_c = o_c < length
-    o_tile = o_c[:, None] * (H * K) + tl.arange(0, K)[None, :]
-    b_k = tl.load(p_k + (start * H + i_h) * K + o_tile, mask=m_c[:, None], other=0.0)
+    o_token = (i_row.to(tl.int64) * seq_len + first + o_c) * HV + i_hv
+    # A decay of e^-200 is 0 in fp32, as one of e^-inf is; of the latter, differences would be NaN.
+    b_g = tl.maximum(tl.load(p_g + o_token, mask=m_c, other=0.0).to(tl.float32), -200.0)
+    b_beta = tl.load(p_beta + o_token, mask=m_c, other=0.0).to(tl.float32)
+    b_k = d_k.load([i_row, first, i_h * K]).reshape(C, K)
     b_key_norm = inverse_norm(b_k, EPS, NORMALIZE)
-    b_kk = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-    b_kk *= b_key_norm[:, None] * b_key_norm[None, :]
-    if MODE != _SUMMARY:
-        b_q = tl.load(p_q + (start * H + i_h) * K + o_tile, mask=m_c[:, None], other=0.0)
-        b_query_norm = inverse_norm(b_q, EPS, NORMALIZE)
-        b_qk = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_qk *= scale * b_query_norm[:, None] * b_key_norm[None, :]
+    b_gate = tl.cumsum(b_g, axis=0)
+    last = tl.sum(b_g, axis=0)
 
-    # What a value head can compute anew must not occupy registers while the next one runs.
-    for i_group in tl.range(0, GROUP, disable_licm=True):
-        i_hv = i_h * GROUP + i_group
-        o_token = (start + o_c) * HV + i_hv
-        b_g = tl.load(p_g + o_token, mask=m_c, other=0.0).to(tl.float32)
-        b_beta = tl.load(p_beta + o_token, mask=m_c, other=0.0).to(tl.float32)
-        b_gate = tl.cumsum(b_g, axis=0)
-        last = tl.sum(b_g, axis=0)
-        m_strict = o_c[:, None] > o_c[None, :]
-        b_inverse = unit_lower_inverse(tl.where(m_strict, b_beta[:, None] * b_kk, 0.0), C, INVERSE_DTYPE, PRECISION)
-        o_block = o_c[:, None] * C + o_c[None, :]
-        i_block = (i_chunk * HV + i_hv) * C * C
-        b_begin = tl.exp(b_gate)
-        # Zero past the document's end: the tile there may hold the next document's tokens.
-        b_write = tl.where(m_c, tl.exp(last - b_gate) * b_key_norm, 0.0)
-        m_lower = o_c[:, None] >= o_c[None, :]
-        b_decay = tl.exp(tl.where(m_lower, b_gate[:, None] - b_gate[None, :], float("-inf")))
-        b_gated = b_inverse * b_decay
-        if MODE == _OUTPUT:
-            b_gated *= b_beta[None, :]
-            b_first = b_write[:, None] * b_gated
-            b_second = tl.dot((b_qk * b_decay).to(b_k.dtype), b_gated.to(b_k.dtype), input_precision=PRECISION)
-        elif MODE == _SUMMARY:
-            b_first = b_write[:, None] * b_gated * b_beta[None, :]
-            b_second = b_key_norm[:, None] * b_inverse * b_beta[None, :]
-        else:
-            b_first = b_gated
-            b_second = b_qk * b_decay
-        tl.store(p_first + i_block + o_block, b_first.to(p_first.dtype.element_ty))
-        tl.store(p_second + i_block + o_block, b_second.to(p_second.dtype.element_ty))
+    # Past the document's end a tile may hold the next document's tokens: select, so that nothing of them gets through.
+    m_strict = (o_c[:, None] > o_c[None, :]) & m_c[:, None]
+    b_lower = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+    b_lower = tl.where(m_strict, (b_beta * b_key_norm)[:, None] * b_key_norm[None, :] * b_lower, 0.0)
+    b_inverse = unit_lower_inverse(b_lower, C, INVERSE_DTYPE, PRECISION)
 
-        p_row = p_scales + (i_chunk * HV + i_hv) * (_SCALE_ROWS * C) + o_c
-        tl.store(p_row + _READ * C, tl.where(m_c, b_begin * b_key_norm, 0.0))
-        tl.store(p_row + _GATE * C, b_gate)
-        if MODE != _SUMMARY:
-            tl.store(p_row + _QUERY * C, tl.where(m_c, scale * b_begin * b_query_norm, 0.0))
-        if MODE != _OUTPUT:
-            tl.store(p_row + _KEY_NORM * C, tl.where(m_c, b_key_norm, 0.0))
+    b_begin = tl.exp(b_gate)
+    b_write = tl.where(m_c, tl.exp(last - b_gate) * b_key_norm, 0.0)
+    p_row = p_scales + pid.to(tl.int64) * (_SCALE_ROWS * C) + o_c
+    tl.store(p_row + _READ * C, tl.where(m_c, b_begin * b_key_norm, 0.0))
+    tl.store(p_row + _GATE * C, b_gate)
+    if MODE != _OUTPUT:
+        tl.store(p_row + _KEY_NORM * C, tl.where(m_c, b_key_norm, 0.0))
+    if MODE == _GRADIENT:
+        tl.store(p_row + _WRITE * C, b_write)
+        tl.store(p_row + _BETA * C, b_beta)
+        tl.store(p_row + _ERROR * C, tl.where(m_c, -b_begin * b_key_norm * b_beta, 0.0))
+
+    m_lower = (o_c[:, None] >= o_c[None, :]) & m_c[:, None]
+    b_decay = tl.exp(tl.where(m_lower, b_gate[:, None] - b_gate[None, :], float("-inf")))
+    if MODE == _SUMMARY:
+        b_inverse = tl.where(m_c[:, None], b_inverse * b_beta[None, :], 0.0)
+        d_second.store([pid * C, 0], (tl.where(m_c, b_key_norm, 0.0)[:, None] * b_inverse).to(DTYPE))
+        d_first.store([pid * C, 0], (b_write[:, None] * b_inverse * b_decay).to(DTYPE))
+    else:
+        b_inverse *= b_decay
         if MODE == _GRADIENT:
-            tl.store(p_row + _WRITE * C, b_write)
-            tl.store(p_row + _BETA * C, b_beta)
+            d_first.store([pid * C, 0], b_inverse.to(DTYPE))
+        else:
+            b_inverse *= b_beta[None, :]
+            d_first.store([pid * C, 0], (b_write[:, None] * b_inverse).to(DTYPE))
+        b_q = d_q.load([i_row, first, i_h * K]).reshape(C, K)
+        b_query_norm = inverse_norm(b_q, EPS, NORMALIZE)
+        b_attention = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_attention *= scale * b_query_norm[:, None] * b_key_norm[None, :]
+        b_attention = tl.where(m_lower, b_attention * b_decay, 0.0)
+        if MODE == _OUTPUT:
+            b_attention = tl.dot(b_attention.to(DTYPE), b_inverse.to(DTYPE), input_precision=PRECISION)
+        d_second.store([pid * C, 0], b_attention.to(DTYPE))
+        tl.store(p_row + _QUERY * C, tl.where(m_c, scale * b_begin * b_query_norm, 0.0))
+        if MODE == _GRADIENT:
             tl.store(p_row + _QUERY_NORM * C, tl.where(m_c, b_query_norm, 0.0))
 
 
@@ -206,13 +209,13 @@ def prepare(
     scales = torch.empty(chunks.count, HV, SCALE_ROWS, CHUNK, dtype=torch.float32, device=k.device)
     precision = dot_precision(k.dtype)
     with on_device(k):
-        _prepare_kernel[(chunks.count * H,)](
-            q,
-            k,
+        _prepare_kernel[(chunks.count * HV,)](
+            token_tiles(q, CHUNK, K),
+            token_tiles(k, CHUNK, K),
             g,
             beta,
-            first,
-            second,
+            block_tiles(first, CHUNK, CHUNK),
+            block_tiles(second, CHUNK, CHUNK),
             scales,
             chunks.starts,
             chunks.lengths,
@@ -220,9 +223,10 @@ def prepare(
             chunks.per_document,
             scale,
             H,
-            GROUP=HV // H,
+            HV,
             K=K,
             C=CHUNK,
+            DTYPE=_DTYPES[k.dtype],
             EPS=L2NORM_EPS,
             NORMALIZE=normalize,
             MODE=mode,

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .chunks import BETA, CHUNK, GATE, KEY_NORM, QUERY, READ, SCALE_ROWS, WRITE, Chunks, document_span
+from .chunks import BETA, CHUNK, ERROR, GATE, KEY_NORM, QUERY, READ, SCALE_ROWS, WRITE, Chunks, document_span
 from .launch import block_tiles, dot_precision, launch, on_device, token_tiles
 from .prepare import Prepared
 
@@ -22,6 +22,7 @@ _WRITE = tl.constexpr(WRITE)
 _QUERY = tl.constexpr(QUERY)
 _BETA = tl.constexpr(BETA)
 _GATE = tl.constexpr(GATE)
+_ERROR = tl.constexpr(ERROR)
 _KEY_NORM = tl.constexpr(KEY_NORM)
 _SCALE_ROWS = tl.constexpr(SCALE_ROWS)
 
@@ -241,8 +242,7 @@ def _reverse_span(
         b_attention = d_second.load([i_chunk * C, 0])
         b_write = tl.load(p_row + _WRITE * C + o_c)
         b_query = tl.load(p_row + _QUERY * C + o_c)
-        b_read = tl.load(p_row + _READ * C + o_c)
-        b_beta = tl.load(p_row + _BETA * C + o_c)
+        b_error = tl.load(p_row + _ERROR * C + o_c)
         last_gate = tl.load(p_row + (_GATE * C + C - 1))
 
         b_rounded = b_dstate.to(b_k.dtype)
@@ -259,7 +259,7 @@ def _reverse_span(
         b_dw = tl.dot(b_du_rounded, b_inverse, input_precision=PRECISION)
         b_dstate *= tl.exp(last_gate)
         b_dstate = tl.dot((b_do * b_query[None, :]).to(b_k.dtype), b_q, b_dstate, input_precision=PRECISION)
-        b_dw *= -(b_read * b_beta)[None, :]
+        b_dw *= b_error[None, :]
         b_dstate = tl.dot(b_dw.to(b_k.dtype), b_k, b_dstate, input_precision=PRECISION)
 
     tl.store(p_dinitial_state + o_state, b_dstate)
@@ -493,10 +493,10 @@ def outputs(
     _, seq_len, H, K = k.shape
     HV, V = v.shape[2:]
     o = torch.empty_like(v)
-    final_state = torch.empty(chunks.documents, HV, K, V, dtype=torch.float32, device=v.device)
+    final_state = torch.empty(chunks.documents * chunks.spans, HV, K, V, dtype=torch.float32, device=v.device)
     shape = launch("forward", K, k.dtype)
     with on_device(v):
-        _forward_kernel[(chunks.documents * HV * (V // shape.block_v),)](
+        _forward_kernel[(chunks.documents * chunks.spans * HV * (V // shape.block_v),)](
             token_tiles(q, CHUNK, K),
             token_tiles(k, CHUNK, K),
             token_tiles(v, CHUNK, shape.block_v),
@@ -513,8 +513,8 @@ def outputs(
             chunks.chunk_offsets,
             seq_len,
             chunks.per_document,
-            1,
-            chunks.count,
+            chunks.spans,
+            chunks.span_chunks,
             H,
             HV,
             K=K,
@@ -546,11 +546,11 @@ def transitions(
     """
     _, seq_len, H, K = k.shape
     HV, V = v.shape[2:]
-    final_state = torch.empty(chunks.documents, HV, K, V, dtype=torch.float32, device=v.device)
-    transition = torch.empty(chunks.documents, HV, K, K, dtype=torch.float32, device=v.device)
+    final_state = torch.empty(chunks.documents * chunks.spans, HV, K, V, dtype=torch.float32, device=v.device)
+    transition = torch.empty(chunks.documents * chunks.spans, HV, K, K, dtype=torch.float32, device=v.device)
     shape = launch("summary", K, k.dtype)
     with on_device(v):
-        _forward_kernel[(chunks.documents * HV * ((V + K) // shape.block_v),)](
+        _forward_kernel[(chunks.documents * chunks.spans * HV * ((V + K) // shape.block_v),)](
             None,
             token_tiles(k, CHUNK, K),
             token_tiles(v, CHUNK, shape.block_v),
@@ -567,8 +567,8 @@ def transitions(
             chunks.chunk_offsets,
             seq_len,
             chunks.per_document,
-            1,
-            chunks.count,
+            chunks.spans,
+            chunks.span_chunks,
             H,
             HV,
             K=K,
@@ -609,10 +609,10 @@ def reverse(
     states = k.new_empty(chunks.count, HV, V, K) if with_states else None
     dstates = torch.empty_like(states) if with_states else None
     dvalues = torch.empty_like(do) if with_states else None
-    dinitial_state = torch.empty(chunks.documents, HV, K, V, dtype=torch.float32, device=k.device)
+    dinitial_state = torch.empty(chunks.documents * chunks.spans, HV, K, V, dtype=torch.float32, device=k.device)
     shape = launch("backward", K, k.dtype)
     with on_device(k):
-        _backward_kernel[(chunks.documents * HV * (V // shape.block_v) * (1 + with_states),)](
+        _backward_kernel[(chunks.documents * chunks.spans * HV * (V // shape.block_v) * (1 + with_states),)](
             token_tiles(q, CHUNK, K),
             token_tiles(k, CHUNK, K),
             token_tiles(v, CHUNK, shape.block_v),
@@ -631,8 +631,8 @@ def reverse(
             chunks.chunk_offsets,
             seq_len,
             chunks.per_document,
-            1,
-            chunks.count,
+            chunks.spans,
+            chunks.span_chunks,
             H,
             HV,
             K=K,
@@ -648,3 +648,75 @@ def reverse(
             **shape.options,
         )
     return Chains(states, dstates, dvalues, dinitial_state)
+
+
+@triton.jit
+def _fold_kernel(
+    p_transition,
+    p_added,
+    p_boundary,
+    p_states,
+    spans,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_BOUNDARY: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """BLOCK_V rows of the transposed states of one document and head; grid (documents * HV * blocks)."""
+    pid = tl.program_id(0)
+    BLOCKS: tl.constexpr = V // BLOCK_V
+    i_block = pid % BLOCKS
+    i_hv = (pid // BLOCKS) % HV
+    i_document = (pid // (BLOCKS * HV)).to(tl.int64)
+    o_k = tl.arange(0, K)
+    o_state = i_block * BLOCK_V + o_k[None, :] * V + tl.arange(0, BLOCK_V)[:, None]
+    o_transition = o_k[:, None] * K + o_k[None, :]
+    if HAS_BOUNDARY:
+        b_state = tl.load(p_boundary + (i_document * HV + i_hv) * (K * V) + o_state).to(tl.float32)
+    else:
+        b_state = tl.zeros([BLOCK_V, K], dtype=tl.float32)
+    for step in range(spans):
+        i_span = spans - 1 - step if REVERSE else step
+        i_state = (i_document * spans + i_span) * HV + i_hv
+        tl.store(p_states + i_state * (K * V) + o_state, b_state)
+        b_transition = tl.load(p_transition + i_state * (K * K) + o_transition)
+        if not REVERSE:
+            b_transition = tl.trans(b_transition)
+        b_added = tl.load(p_added + i_state * (K * V) + o_state)
+        b_state = tl.dot(b_state, b_transition, b_added, input_precision="tf32x3")
+
+
+def fold(
+    transition: torch.Tensor, added: torch.Tensor, boundary: torch.Tensor | None, chunks: Chunks, *, reverse: bool
+) -> torch.Tensor:
+    """The state that enters each span, or with `reverse` the gradient of the state that leaves it.
+
+    S <- M S + h from the first span on;  dS <- M^T dS + dh from the last span back
+
+    Args:
+        transition: M [N * spans, HV, K, K]. added: h or dh [N * spans, HV, K, V]. All fp32, contiguous.
+        boundary: [N, HV, K, V], the first state or the gradient of the last, or None for zeros.
+    Returns:
+        [N * spans, HV, K, V], fp32.
+    """
+    _, HV, K, V = added.shape
+    states = torch.empty_like(added)
+    with on_device(added):
+        _fold_kernel[(chunks.documents * HV * (V // 64),)](
+            transition,
+            added,
+            boundary,
+            states,
+            chunks.spans,
+            HV,
+            K=K,
+            V=V,
+            BLOCK_V=64,
+            HAS_BOUNDARY=boundary is not None,
+            REVERSE=reverse,
+            num_warps=4,
+            num_stages=1,
+        )
+    return states
