@@ -20,9 +20,11 @@ from .mesh import CpMesh
 from .models.common import attention, causal_lm, gated_delta_net, lm_head, text_model
 from .models.common.family import Family
 from .models.qwen3_5 import FAMILY as QWEN3_5
+from .models.qwen3_5_moe import FAMILY as QWEN3_5_MOE
+from .models.qwen3_next import FAMILY as QWEN3_NEXT
 from .state import PatchState, bind, check_group, patch_state
 
-FAMILIES: tuple[Family, ...] = (QWEN3_5,)
+FAMILIES: tuple[Family, ...] = (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT)
 
 
 def patch(

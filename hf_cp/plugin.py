@@ -204,7 +204,6 @@ def _bind(accelerator: Accelerator, model: nn.Module) -> None:
     assert accelerator.torch_device_mesh is not None
     _check_world(parallelism, accelerator)
     _check_dtypes(accelerator, model)
-    _check_dtypes(accelerator, model)
     bind(model, CpMesh.from_group(accelerator.torch_device_mesh["cp"].get_group()))
     accelerator._cp_context = _whole_batch
     trainer = sys.modules.get("transformers.trainer")
@@ -212,26 +211,7 @@ def _bind(accelerator: Accelerator, model: nn.Module) -> None:
         _wrap(trainer.Trainer, "_prepare_context_parallel_inputs", _prepare_trainer_inputs)
         _wrap(trainer.Trainer, "_get_num_items_in_batch", _get_num_items_in_batch)
         _wrap(trainer.Trainer, "_track_num_input_tokens", _track_num_input_tokens)
-        _wrap(trainer.Trainer, "_get_num_items_in_batch", _get_num_items_in_batch)
-        _wrap(trainer.Trainer, "_track_num_input_tokens", _track_num_input_tokens)
         _wrap(trainer.Trainer, "prediction_step", _prediction_step)
-
-
-def _check_dtypes(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raise where FSDP2 would stop at its first forward because the parameters it trains have several dtypes."""
-    if not accelerator.is_fsdp2 or accelerator.mixed_precision != "no":  # with mixed precision Accelerate upcasts all
-        return
-    names: dict[torch.dtype, list[str]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            names.setdefault(parameter.dtype, []).append(name)
-    if len(names) > 1:
-        common = max(names, key=lambda dtype: len(names[dtype]))
-        other = next(dtype for dtype in names if dtype != common)
-        raise ValueError(
-            f"parameter dtype {other} ({names[other][0]} and {len(names[other]) - 1} more) beside {common}: FSDP2 "
-            f"shards one dtype, so call model.to({common}), or load in float32 and set mixed_precision='bf16'"
-        )
 
 
 def _check_dtypes(accelerator: Accelerator, model: nn.Module) -> None:
@@ -299,26 +279,6 @@ def _get_num_items_in_batch(original: Any, trainer: Any, batch_samples: list[Any
     copies = _copies(trainer)
     count = original(trainer, batch_samples * copies, device)
     return count if count is None or copies == 1 else TrainerItemCount(count / copies)
-
-
-def _track_num_input_tokens(original: Any, trainer: Any, inputs: Any) -> None:
-    """Count the tokens of a context-parallel group once, where Trainer adds up the copies of all its ranks."""
-    before = trainer.state.num_input_tokens_seen
-    original(trainer, inputs)
-    trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // _copies(trainer)
-
-
-def _copies(trainer: Any) -> int:
-    """Ranks that hold the same batch because they share a patched model's sequence."""
-    parallelism = trainer.accelerator.parallelism_config
-    return parallelism.cp_size if parallelism is not None and patch_state(trainer.model) is not None else 1
-
-
-def _get_num_items_in_batch(original: Any, trainer: Any, batch_samples: list[Any], device: torch.device) -> Any:
-    """Trainer's item count without the remainder it drops: transformers 5.17 divides it by cp_size in whole numbers."""
-    copies = _copies(trainer)
-    count = original(trainer, batch_samples * copies, device)
-    return count if count is None or copies == 1 else count / copies
 
 
 def _track_num_input_tokens(original: Any, trainer: Any, inputs: Any) -> None:

@@ -26,6 +26,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LIBRARIES = {
     "torch": (("hf_cp",), ()),
     "triton": (("hf_cp.kernels",), ()),
+    "fla": ((), ("hf_cp.kernels.gdn.bench",)),
+    "flash_qla": ((), ("hf_cp.kernels.gdn.bench",)),
     "transformers": (("hf_cp.models", "hf_cp.patch"), ("hf_cp.plugin", "hf_cp.testing", "hf_cp.cli", "hf_cp.bench")),
     "accelerate": (("hf_cp.plugin",), ("hf_cp.testing", "hf_cp.cli", "hf_cp.bench")),
 }

@@ -34,8 +34,6 @@ from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5ForTokenClassification,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
     Trainer,
     TrainingArguments,
 )
@@ -321,29 +319,6 @@ def test_attention_weights_by_config(world: Worlds) -> None:
 # Patching.
 
 
-def tiny_moe() -> Any:
-    return Qwen3_5MoeForCausalLM(
-        Qwen3_5MoeTextConfig(
-            vocab_size=32,
-            hidden_size=16,
-            num_hidden_layers=2,
-            layer_types=["linear_attention", "full_attention"],
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            linear_num_key_heads=1,
-            linear_num_value_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            moe_intermediate_size=8,
-            shared_expert_intermediate_size=8,
-            num_experts=2,
-            num_experts_per_tok=1,
-            pad_token_id=None,
-        )
-    )
-
-
 def tiny_config() -> Qwen3_5Config:
     text = tiny_qwen3_5(num_hidden_layers=1, layer_types=["linear_attention"]).config.to_dict()
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
@@ -367,7 +342,6 @@ def subclassed() -> Any:
 
 UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "Llama": (tiny_llama, "LlamaForCausalLM"),
-    "MoE": (tiny_moe, "Qwen3_5MoeForCausalLM"),
     "VL": (lambda: Qwen3_5ForConditionalGeneration(tiny_config()), "Qwen3_5ForConditionalGeneration"),
     "token classification": (
         lambda: Qwen3_5ForTokenClassification(tiny_config().text_config),

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_cp.loss import IGNORE_INDEX, TrainerItemCount, scaled_loss, shift_labels, token_loss_sum
 
 from . import lm_head
+from .router import balance_loss
 from .signature import CallArguments
-from .text_model import is_cached, open_context, pop_as_tuple, whole_sequence, whole_states
+from .text_model import is_cached, open_context, pop_as_tuple, whole_output, whole_sequence
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,18 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
         arguments.pop(name)
     num_items, keep = arguments.pop("num_items_in_batch"), arguments.pop("logits_to_keep")
     as_tuple = pop_as_tuple(module, arguments)
-    decoder = module.model
+    family, decoder = type(module).hf_cp_family, module.model
+    want_routing = family.has_experts and _flag(
+        arguments.get("output_router_logits"), module.config.output_router_logits
+    )
+    if family.has_experts:
+        arguments = CallArguments(stock_forward, (), arguments.replace(output_router_logits=want_routing))
     want_logits = not training or (not module.training if options.return_logits is None else options.return_logits)
     cp, whole = open_context(
         decoder,
         arguments,
         labels=labels if shifted is None else shifted,
-        kind=1 + 2 * (labels is not None) + 4 * (shifted is not None) + 8 * want_logits,
+        kind=1 + 2 * (labels is not None) + 4 * (shifted is not None) + 8 * want_logits + 16 * want_routing,
         refusal=refusal,
         num_items_in_batch=num_items.count if isinstance(num_items, TrainerItemCount) else num_items,
         logits_to_keep=keep,
@@ -82,11 +87,28 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
             local_sum = token_loss_sum(local_logits, local_targets)
         valid = (targets != IGNORE_INDEX).sum()
         loss = scaled_loss(local_sum, valid, cp.mesh, num_items_in_batch=num_items)
-    states = output.get("hidden_states")
-    if states is not None:
-        states = whole_states(states, cp)
-    result = CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states)
+    routing = {}
+    if want_routing:
+        kept = whole.attention_mask if whole.attention_mask is not None else hidden.new_ones(whole.inputs.shape[:2])
+        aux_loss = balance_loss(
+            output.router_logits,
+            cp.layout.shard(kept, 1, 0),
+            cp.mesh,
+            experts_per_token=module.num_experts_per_tok,
+        )
+        if loss is not None:
+            # Trainer multiplies by the world size, which only the item count takes back.
+            share = cp.mesh.cp_size if isinstance(num_items, TrainerItemCount) else 1
+            loss = loss + module.router_aux_loss_coef / share * aux_loss
+        routing = {"aux_loss": aux_loss}
+    whole_output(output, cp)
+    routing |= {name: output.get(name) for name in ("hidden_states", "router_logits") if output.get(name) is not None}
+    result = family.output(loss=loss, logits=logits, **routing)
     return result.to_tuple() if as_tuple else result
+
+
+def _flag(given: bool | None, default: bool) -> bool:
+    return default if given is None else given
 
 
 def _keeps_some(keep: int | torch.Tensor | None) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 class Projections(NamedTuple):
@@ -36,6 +37,7 @@ class Family:
         gated_delta_net: linear-attention class.
         eager_attention: the family's own attention function, used for ``attn_implementation="eager"``.
         project: input projections of a Gated DeltaNet layer.
+        output: what a head returns; with ``aux_loss`` and ``router_logits`` where the family has experts.
     """
 
     name: str
@@ -45,3 +47,9 @@ class Family:
     gated_delta_net: type[nn.Module]
     eager_attention: Callable[..., Any]
     project: Callable[[Any, torch.Tensor], Projections]
+    output: type[Any] = CausalLMOutputWithPast
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the family's decoders route tokens to experts and can return the router's logits."""
+        return "router_logits" in self.output.__dataclass_fields__

@@ -228,9 +228,16 @@ def whole_sequence(x: torch.Tensor, cp: CpContext) -> torch.Tensor:
     return cp.layout.unpad(gather_sequence(x, cp.mesh, dim=1), 1)
 
 
-def whole_states(states: tuple[Any, ...], cp: CpContext) -> tuple[Any, ...]:
-    """`whole_sequence` of each layer's hidden states; those that were not asked for are ``None``."""
-    return tuple(None if x is None else whole_sequence(x, cp) for x in states)
+def whole_output(output: Any, cp: CpContext) -> None:
+    """Replace what a decoder recorded of each layer on this rank by the whole sequence's, in place.
+
+    Hidden states that were not asked for are ``None``; router logits are ``[B * T, E]`` as stock's.
+    """
+    if output.get("hidden_states") is not None:
+        output["hidden_states"] = tuple(None if x is None else whole_sequence(x, cp) for x in output["hidden_states"])
+    if output.get("router_logits") is not None:
+        rows = [x.unflatten(0, (-1, cp.layout.seq_len_local)) for x in output["router_logits"]]
+        output["router_logits"] = tuple(whole_sequence(x, cp).flatten(0, 1) for x in rows)
 
 
 def pop_as_tuple(module: Any, arguments: CallArguments) -> bool:
@@ -255,6 +262,5 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
     cp, whole = open_context(module, arguments)
     output = run_local(module, stock_forward, arguments, cp, whole)
     output["last_hidden_state"] = whole_sequence(output["last_hidden_state"], cp)
-    if output.get("hidden_states") is not None:
-        output["hidden_states"] = whole_states(output["hidden_states"], cp)
+    whole_output(output, cp)
     return output.to_tuple() if as_tuple else output

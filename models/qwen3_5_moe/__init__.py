@@ -1,0 +1,20 @@
+"""Qwen3.5 text models with a mixture of experts."""
+
+from __future__ import annotations
+
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as stock
+
+from ..common.family import Family
+from ..qwen3_5 import project
+
+FAMILY = Family(
+    name="Qwen3.5-MoE",
+    causal_lms=(stock.Qwen3_5MoeForCausalLM,),
+    backbones=(stock.Qwen3_5MoeTextModel,),
+    attention=stock.Qwen3_5MoeAttention,
+    gated_delta_net=stock.Qwen3_5MoeGatedDeltaNet,
+    eager_attention=stock.eager_attention_forward,
+    project=project,
+    output=MoeCausalLMOutputWithPast,
+)
