@@ -4,6 +4,9 @@ Interpreting and compiling each need Triton in a mode that is fixed when it is i
 their own: this file, as a script.
 """
 
+# Triton is optional.
+# pyright: reportMissingImports=false, reportCallIssue=false, reportAttributeAccessIssue=false
+
 import json
 import os
 import re
@@ -167,30 +170,40 @@ def compile_launches(key_dim: int, value_dim: int, dtype: torch.dtype) -> list[d
     names[torch.int64] = "i64"
     reports = []
 
+    def kind_of(value: Any, is_constexpr: bool) -> tuple[str, bool]:
+        """The type of an argument as a launch would specialise it, and whether it is a multiple of 16."""
+        if is_constexpr or value is None or (type(value) is int and value == 1):
+            return "constexpr", False
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{names[value.base.dtype]}[{','.join(map(str, value.block_shape))}]>", False
+        if isinstance(value, torch.Tensor):
+            return "*" + names[value.dtype], True
+        if isinstance(value, float):
+            return "fp32", False
+        return "i32", value % 16 == 0
+
     def compile_one(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **keywords: Any) -> None:
-        bound = dict(zip(self.arg_names, args, strict=False)) | keywords
+        bound: dict[str, Any] = dict(zip(self.arg_names, args, strict=False)) | keywords
         options = {name: value for name, value in keywords.items() if name not in self.arg_names}
         signature, constants, attributes = {}, {}, {}
         for index, (name, parameter) in enumerate(zip(self.arg_names, self.params, strict=True)):
-            value = bound[name]
-            if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
-                signature[name], constants[(index,)] = "constexpr", value
-            elif isinstance(value, TensorDescriptor):
-                shape = ",".join(map(str, value.block_shape))
-                signature[name] = f"tensordesc<{names[value.base.dtype]}[{shape}]>"
-            elif isinstance(value, torch.Tensor):
-                signature[name] = "*" + names[value.dtype]
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, torch.Tensor) or (signature[name] == "i32" and value % 16 == 0):
+            kind, aligned = kind_of(bound[name], parameter.is_constexpr)
+            signature[name] = kind
+            if kind == "constexpr":
+                constants[(index,)] = bound[name]
+            if aligned:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self, signature, constants, attributes)
         ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernel.ptx"
             path.write_text(ptx)
-            command = [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
-            log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            # Triton writes PTX for the newest assembler that it carries.
+            for tool in (knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell):
+                command = [tool.path, "-v", "-arch=sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
+                log = subprocess.run(command, capture_output=True, text=True).stderr
+                if "Used" in log:
+                    break
         registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
         assert registers is not None, log
         assert spilled is not None, log

@@ -3,6 +3,10 @@
 B batch, T tokens, H key heads, HV value heads, G group (HV / H), K/V head dims, C chunk.
 """
 
+# Triton is optional, and its annotations describe neither a kernel's body nor a launch.
+# pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+
 from typing import Any
 
 import torch
@@ -323,6 +327,7 @@ def gradients(
     HV, V = v.shape[2:]
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
     dv = chains.dvalues
+    assert dv is not None
     dg_part = torch.empty(chunks.count, HV, CHUNK, dtype=torch.float32, device=k.device)
     written = k.new_empty(chunks.count, HV, CHUNK, V)
     value, key, query = (launch(kernel, K, k.dtype) for kernel in ("value", "key", "query"))

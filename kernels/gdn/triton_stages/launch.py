@@ -1,5 +1,7 @@
 """Choices that do not depend on the data: dot precision, devices, launch tables."""
 
+# pyright: reportMissingImports=false
+
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 

@@ -7,6 +7,10 @@ every product of a chain then has the chain's own operand on the left, where it 
 through shared memory between one step of the recurrence and the next.
 """
 
+# Triton is optional, and its annotations describe neither a kernel's body nor a launch.
+# pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+
 from typing import NamedTuple
 
 import torch
@@ -607,7 +611,7 @@ def reverse(
     HV, V = do.shape[2:]
     with_states = v is not None
     states = k.new_empty(chunks.count, HV, V, K) if with_states else None
-    dstates = torch.empty_like(states) if with_states else None
+    dstates = None if states is None else torch.empty_like(states)
     dvalues = torch.empty_like(do) if with_states else None
     dinitial_state = torch.empty(chunks.documents * chunks.spans, HV, K, V, dtype=torch.float32, device=k.device)
     shape = launch("backward", K, k.dtype)
