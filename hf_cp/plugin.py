@@ -79,7 +79,7 @@ class ContextParallelConfig(ParallelismConfig):
         Accelerate refuses context parallelism without FSDP while it builds its state, and takes it for FSDP there. The
         mesh is built right after that; from then on the answer is the true one.
         """
-        return self._mesh_built and self.cp_size > 1
+        return self._mesh_built and (self.cp_size or 1) > 1
 
     def build_device_mesh(self, device_type: str) -> Any:
         """The base class's mesh, with the same names."""
@@ -127,7 +127,7 @@ def _check_world(config: ParallelismConfig, accelerator: Accelerator) -> None:
         )
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError("fsdp_version=1 cannot be combined with context parallelism: set fsdp_version: 2")
-    if accelerator.distributed_type != DistributedType.FSDP and config.dp_shard_size > 1:
+    if accelerator.distributed_type != DistributedType.FSDP and (config.dp_shard_size or 1) > 1:
         raise ValueError(
             f"dp_shard_size={config.dp_shard_size} needs FSDP2: launch with it, or set dp_replicate_size instead"
         )
@@ -183,7 +183,7 @@ def _keep_loss_in_fp32(accelerator: Accelerator) -> None:
     Hidden states and logits have the dtype of the parameters without it.
     """
     if accelerator.is_fsdp2:
-        fsdp = accelerator.state.fsdp_plugin
+        fsdp: Any = accelerator.state.fsdp_plugin
         policy = fsdp.mixed_precision_policy
         if policy is not None and policy.output_dtype is not None:
             fsdp.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
@@ -205,7 +205,7 @@ def _bind(accelerator: Accelerator, model: nn.Module) -> None:
     _check_world(parallelism, accelerator)
     _check_dtypes(accelerator, model)
     bind(model, CpMesh.from_group(accelerator.torch_device_mesh["cp"].get_group()))
-    accelerator._cp_context = _whole_batch
+    accelerator._cp_context = _whole_batch  # pyright: ignore[reportAttributeAccessIssue]
     trainer = sys.modules.get("transformers.trainer")
     if trainer is not None:
         _wrap(trainer.Trainer, "_prepare_context_parallel_inputs", _prepare_trainer_inputs)
@@ -298,7 +298,7 @@ def _gather_for_metrics(
     """
     if not _serves_patched(accelerator):
         return original(accelerator, input_data, use_gather_object)
-    parallelism = accelerator.parallelism_config
+    parallelism: Any = accelerator.parallelism_config
     cp_size = parallelism.cp_size if parallelism is not None and parallelism.cp_enabled else 1
 
     def first_of_each_group(x: torch.Tensor) -> torch.Tensor:

@@ -60,9 +60,9 @@ def check(leaves: list[Tensor], found: Tensor, expected: Tensor, bound: float) -
 @pytest.mark.parametrize("name", [*MASKS, *PACKED])
 def test_whole_sequence(name: str) -> None:
     seen, segments = visible(name)
-    leaves = tensors(len(seen))
-    found = attend(*leaves, groups(segments, LENGTH, LENGTH, torch.device("cpu")), scale=DIM**-0.5)
-    check(leaves, found, reference(*leaves, seen), 1e-12)
+    q, k, v = tensors(len(seen))
+    found = attend(q, k, v, groups(segments, LENGTH, LENGTH, torch.device("cpu")), scale=DIM**-0.5)
+    check([q, k, v], found, reference(q, k, v, seen), 1e-12)
 
 
 @pytest.mark.parametrize("name", [*MASKS, *PACKED])
@@ -89,12 +89,12 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     """Flash attention in bf16, against fp64 with twice the error of the masked function in the same dtype."""
     seen, segments = visible(name)
     seen = seen.cuda()
-    leaves = tensors(len(seen), dtype, "cuda")
+    leaves = q, k, v = tensors(len(seen), dtype, "cuda")
     exact = [x.detach().double().requires_grad_() for x in leaves]
     parts = groups(segments, LENGTH, LENGTH, torch.device("cuda"))
-    found = attend(*leaves, parts, scale=DIM**-0.5)
-    right = reference(*exact, seen)
-    masked = F.scaled_dot_product_attention(*leaves, attn_mask=seen[:, None], enable_gqa=True).transpose(1, 2)
+    found = attend(q, k, v, parts, scale=DIM**-0.5)
+    right = reference(exact[0], exact[1], exact[2], seen)
+    masked = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], enable_gqa=True).transpose(1, 2)
     masked = masked.where(seen.any(-1)[:, :, None, None], 0)
     assert relative_error(found, right) <= 2 * relative_error(masked, right) + 1e-6
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(found)
