@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from .collectives import all_reduce_
+from .compilation import outside_graphs
 from .mesh import CpMesh
 
 IGNORE_INDEX = -100
@@ -54,6 +55,7 @@ def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
+@outside_graphs
 def scaled_loss(
     local_sum: torch.Tensor,
     valid_labels: torch.Tensor,

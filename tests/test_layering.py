@@ -15,7 +15,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hf_cp.config",),
     ("hf_cp.kernels",),
     tuple(
-        f"hf_cp.{name}" for name in ["layout", "collectives", "mesh", "loss", "context", "entry", "class_swap", "state"]
+        f"hf_cp.{name}"
+        for name in ["class_swap", "collectives", "compilation", "context", "entry", "layout", "loss", "mesh", "state"]
     ),
     ("hf_cp.modes",),
     ("hf_cp.models",),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from hf_cp.compilation import outside_graphs
 from hf_cp.context import CpContext
 from hf_cp.modes import attention as modes
 from hf_cp.modes import segments
@@ -59,6 +60,7 @@ def _config_property() -> property:
 CONFIG_PROPERTY = _config_property()
 
 
+@outside_graphs
 def attention_function(
     module: Any,
     query: torch.Tensor,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
+from hf_cp.compilation import outside_graphs
 from hf_cp.context import CpContext
 from hf_cp.kernels.gdn.reference import gate
 from hf_cp.modes import allgather, p2p, ulysses
@@ -16,6 +16,7 @@ from hf_cp.modes.state_passing import SpanInputs
 _MODES = {"p2p": p2p.start, "allgather": allgather.start, "ulysses": ulysses.start}
 
 
+@outside_graphs
 def forward(
     module: Any,
     stock_forward: Any,
@@ -54,7 +55,7 @@ def forward(
     return _finish_layer(module, finish(), z)
 
 
-def _finish_layer(module: nn.Module, output: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+def _finish_layer(module: Any, output: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """Gated norm and output projection: ``[B, L, HV, V]`` and the gate ``[B, L, HV * V]`` to ``[B, L, D]``."""
     batch, length, heads, dim = output.shape
     normed = module.norm(output.reshape(-1, dim), z.reshape(-1, dim))

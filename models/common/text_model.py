@@ -10,6 +10,7 @@ import torch
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 
 from hf_cp.collectives import gather_sequence
+from hf_cp.compilation import outside_graphs
 from hf_cp.context import CpContext
 from hf_cp.entry import agree
 from hf_cp.layout import ShardLayout, cu_seqlens_from_position_ids
@@ -108,6 +109,7 @@ def _unsupported(module: Any, arguments: CallArguments, whole: Whole) -> str | N
     return None
 
 
+@outside_graphs
 def open_context(
     module: Any,
     arguments: CallArguments,
@@ -223,6 +225,7 @@ def run_local(module: Any, stock_forward: Any, arguments: CallArguments, cp: CpC
     )
 
 
+@outside_graphs
 def whole_sequence(x: torch.Tensor, cp: CpContext) -> torch.Tensor:
     """Every rank's tokens ``[B, L, ...]`` as one sequence ``[B, T, ...]``, in order and without padding."""
     return cp.layout.unpad(gather_sequence(x, cp.mesh, dim=1), 1)
