@@ -58,8 +58,7 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
     want_routing = family.has_experts and _flag(
         arguments.get("output_router_logits"), module.config.output_router_logits
     )
-    if family.has_experts:
-        arguments = CallArguments(stock_forward, (), arguments.replace(output_router_logits=want_routing))
+    routing = {"output_router_logits": want_routing} if family.has_experts else {}
     want_logits = not training or (not module.training if options.return_logits is None else options.return_logits)
     cp, whole = open_context(
         decoder,
@@ -71,7 +70,7 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
         logits_to_keep=keep,
     )
     targets = shift_labels(labels) if labels is not None and shifted is None else shifted
-    output = decoder(**arguments.replace(cp_opened=(cp, whole)))
+    output = decoder(**arguments.replace(cp_opened=(cp, whole), **routing))
     hidden = output.last_hidden_state
     loss = logits = local_logits = None
     if want_logits and not (targets is None and _keeps_some(keep)):
@@ -87,7 +86,7 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
             local_sum = token_loss_sum(local_logits, local_targets)
         valid = (targets != IGNORE_INDEX).sum()
         loss = scaled_loss(local_sum, valid, cp.mesh, num_items_in_batch=num_items)
-    routing = {}
+    recorded = {}
     if want_routing:
         kept = whole.attention_mask if whole.attention_mask is not None else hidden.new_ones(whole.inputs.shape[:2])
         aux_loss = balance_loss(
@@ -100,10 +99,12 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
             # Trainer multiplies by the world size, which only the item count takes back.
             share = cp.mesh.cp_size if isinstance(num_items, TrainerItemCount) else 1
             loss = loss + module.router_aux_loss_coef / share * aux_loss
-        routing = {"aux_loss": aux_loss}
+        recorded["aux_loss"] = aux_loss
     whole_output(output, cp)
-    routing |= {name: output.get(name) for name in ("hidden_states", "router_logits") if output.get(name) is not None}
-    result = family.output(loss=loss, logits=logits, **routing)
+    for name in ("hidden_states", "router_logits"):
+        if output.get(name) is not None:
+            recorded[name] = output[name]
+    result = family.output(loss=loss, logits=logits, **recorded)
     return result.to_tuple() if as_tuple else result
 
 
