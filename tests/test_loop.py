@@ -159,9 +159,7 @@ LOOPS = [
     Loop(FSDP_CP2, accumulation=4, count_items=True, buffers=True),
     Loop(DDP_CP2, accumulation=4),
     Loop(DDP_CP2, count_items=True, buffers=True),
-    Loop(Layout("fsdp2", cp=4, attention_mode="allgather"), count_items=True),
-    Loop(FSDP_2X2, buffers=True),
-    Loop(FSDP_2X2, accumulation=4, count_items=True),
+    Loop(FSDP_2X2, count_items=True, buffers=True),
     Loop(HSDP_2X2),
     Loop(DDP_2X2, accumulation=4, count_items=True, buffers=True),
     Loop(DDP_2X2),
@@ -206,8 +204,8 @@ def bare_loop(rank: int, size: int, loop: Loop) -> Curve:
     [
         Loop(Layout("bare", cp=2), accumulation=4),
         Loop(Layout("bare", cp=4, linear_mode="ulysses"), count_items=True),
-        Loop(Layout("bare", cp=2, dp_replicate=2)),
-        Loop(Layout("bare", cp=2, dp_replicate=2, linear_mode="allgather"), accumulation=4, count_items=True),
+        Loop(Layout("bare", cp=2, dp_replicate=2), count_items=True),
+        Loop(Layout("bare", cp=2, dp_replicate=2, linear_mode="allgather"), accumulation=4),
     ],
     ids=str,
 )

@@ -60,7 +60,7 @@ RUNS = [
     Run(DDP_CP2, count_items=False),
     Run(DDP_CP2, checkpointing="not_reentrant", steps=10),
     Run(Layout("fsdp2", cp=4, linear_mode="allgather", attention_mode="allgather"), eval_every=5),
-    Run(Layout("ddp", cp=4, linear_mode="ulysses"), count_items=False),
+    Run(Layout("ddp", cp=4, linear_mode="ulysses"), count_items=False, steps=10),
     Run(FSDP_2X2, accumulation=4),
     Run(FSDP_2X2, count_items=False),
     Run(FSDP_2X2, streaming=True, steps=10),
@@ -184,9 +184,9 @@ def test_evaluation_equals_one_process(world: Worlds, layout: Layout, cases: lis
 def test_evaluation_equals_stock_data_parallelism(world: Worlds) -> None:
     cases = [(5, 2, False), (3, 2, False), (9, 2, False), (8, 2, False)]
     expected = world(2).run(evaluate_on_rank, Run(Layout("ddp", dp_replicate=2, stock=True)), cases)[0]
-    for layout in (DDP_2X2, FSDP_2X2):
-        for results in world(4).run(evaluate_on_rank, Run(layout), cases, timeout=120):
-            for found, wanted in zip(results, expected, strict=True):
+    for layout, count in ((DDP_2X2, 4), (FSDP_2X2, 2)):
+        for results in world(4).run(evaluate_on_rank, Run(layout), cases[:count], timeout=120):
+            for found, wanted in zip(results, expected[:count], strict=True):
                 assert_same_evaluation(found, wanted)
 
 
