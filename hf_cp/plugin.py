@@ -66,11 +66,7 @@ class ContextParallelConfig(ParallelismConfig):
             _check_size(name, getattr(self, name))
         super().__post_init__()
         self._set_size("dp_replicate", replicate)
-        for name in ("tp_size", "sp_size"):
-            if getattr(self, name) > 1:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} cannot be combined with context parallelism: set it to 1"
-                )
+        _check_alone(self)
 
     @property
     def cp_enabled(self) -> bool:
@@ -98,6 +94,13 @@ def _check_size(name: str, size: Any) -> None:
         raise ValueError(f"{name}={size!r} is not supported: give a whole number, at least 1")
 
 
+def _check_alone(config: ParallelismConfig) -> None:
+    for name in ("tp_size", "sp_size"):
+        size = getattr(config, name)
+        if size > 1:
+            raise ValueError(f"{name}={size} cannot be combined with context parallelism: set it to 1")
+
+
 def _check_product(config: Any, ranks: int) -> None:
     """Raise where the sizes do not make up the number of processes, before a mesh is made of them."""
     if config.total_size in (1, ranks):  # without any size, Accelerate replicates over all processes
@@ -115,10 +118,7 @@ def _check_product(config: Any, ranks: int) -> None:
 
 def _check_world(config: ParallelismConfig, accelerator: Accelerator) -> None:
     """Raise where the sizes do not make up the world, or a wrapper cannot carry context parallelism."""
-    for name in ("tp_size", "sp_size"):
-        size = getattr(config, name)
-        if size > 1:
-            raise ValueError(f"{name}={size} cannot be combined with context parallelism: set it to 1")
+    _check_alone(config)
     _check_product(config, accelerator.num_processes)
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
@@ -239,7 +239,7 @@ def _whole_batch(**_: Any) -> Iterator[None]:
 
 def _prepare_trainer_inputs(original: Any, trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
     """Hand a patched model its whole batch."""
-    if patch_state(model) is None or not trainer.accelerator.parallelism_config.cp_enabled:
+    if patch_state(model) is None or _copies(trainer) == 1:
         return original(trainer, model, inputs)
     for name, value in (
         ("compute_loss_func", trainer.compute_loss_func),

@@ -614,6 +614,24 @@ def run_cases(
 # Small models.
 
 
+# Sizes that the small models of all families share.
+TINY_FIELDS: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+}
+
+
 def tiny_qwen3_5(**overrides: Any) -> Any:
     """A random fp32 Qwen3.5 text model with a head, small enough for gloo ranks; the same weights on every call.
 
@@ -625,20 +643,8 @@ def tiny_qwen3_5(**overrides: Any) -> Any:
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     fields: dict[str, Any] = {
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "max_position_embeddings": 512,
+        **TINY_FIELDS,
         "tie_word_embeddings": True,
-        "pad_token_id": None,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,

@@ -12,29 +12,17 @@ from test_parity import assert_small, difference, each_pair, gradients, step, to
 
 import hf_cp
 from hf_cp.loss import TrainerItemCount
-from hf_cp.testing import World
+from hf_cp.testing import TINY_FIELDS, World
 
 Worlds = Callable[..., World]
 PAIRS = [("p2p", "ulysses"), ("allgather", "allgather"), ("ulysses", "ulysses")]
 FIELDS: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "max_position_embeddings": 512,
+    **TINY_FIELDS,
     "num_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "router_aux_loss_coef": 0.3,
-    "pad_token_id": None,
 }
 
 

@@ -92,8 +92,6 @@ def unavailable_reason(name: str) -> str | None:
             )
         if tuple(map(int, version("triton").split(".")[:2])) < (3, 6):
             return f"Triton {version('triton')} is older than 3.6"
-        if find_spec(f"{__package__}.{_MODULES[name]}") is None:
-            return "this version of hf_cp has no Triton stages"
     return None
 
 

@@ -44,14 +44,17 @@ class Whole:
         return self.position_ids[0] if self.position_ids.shape[0] == 4 else None
 
     @functools.cached_property
+    def padded(self) -> bool:
+        """Whether the mask drops any token. Costs a host read, once."""
+        return self.attention_mask is not None and not bool((self.attention_mask == 1).all())
+
+    @functools.cached_property
     def packed(self) -> bool:
         """Several documents in a row: boundaries were given, or positions restart where nothing is padded."""
         if self.cu_seqlens is not None:
             return True
-        positions, mask = self.text_position_ids, self.attention_mask
-        if positions is None or (mask is not None and not bool((mask == 1).all())):
-            return False
-        return bool((positions[:, 1:] == 0).any())
+        positions = self.text_position_ids
+        return positions is not None and not self.padded and bool((positions[:, 1:] == 0).any())
 
 
 def is_cached(arguments: CallArguments) -> bool:
@@ -171,7 +174,7 @@ def _masks(module: Any, cp: CpContext, whole: Whole) -> dict[str, torch.Tensor |
     batch, length = whole.inputs.shape[:2]
     shape_only = torch.empty(batch, length, 0, dtype=module.embed_tokens.weight.dtype, device=whole.inputs.device)
     packed = cp.cu_seqlens is not None
-    attention_mask = None if packed else whole.attention_mask
+    attention_mask = whole.attention_mask if whole.padded and not packed else None
     position_ids = cp.position_ids if packed else None
     full = None
     if cp.segments is None:
@@ -190,7 +193,7 @@ def _segments(module: Any, layout: ShardLayout, whole: Whole, cu_seqlens: torch.
         return None
     if cu_seqlens is not None:
         found = packed_segments(cu_seqlens.tolist())
-    elif mask is not None and not bool((mask == 1).all()):
+    elif mask is not None and whole.padded:
         found = padded_segments(mask)
     else:
         return None
@@ -252,8 +255,7 @@ def pop_as_tuple(module: Any, arguments: CallArguments) -> bool:
 def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
     """The decoder, called by a user: whole batch in, whole hidden states out. With a cache: the stock forward.
 
-    Under a patched head the keyword ``cp_context`` with the opened context (and the whole batch) is given, and the
-    hidden states stay local.
+    A patched head gives the keyword ``cp_opened``, what its `open_context` returned, and the hidden states stay local.
     """
     arguments = CallArguments(stock_forward, args, kwargs)
     opened = arguments.pop("cp_opened")
