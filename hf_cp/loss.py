@@ -20,11 +20,14 @@ class TrainerItemCount:
     labels to the eight bits of bf16.
 
     Args:
-        count: labels of the optimizer step over all sequences, divided by the ranks of a group.
+        count: labels of the optimizer step over all ranks, copies included, divided by the ranks of a group.
+        across_devices: Trainer counted over all ranks, and multiplies the loss by their number; otherwise it counted
+            one rank's labels, and leaves the loss alone.
     """
 
-    def __init__(self, count: torch.Tensor | float) -> None:
+    def __init__(self, count: torch.Tensor | float, across_devices: bool = True) -> None:
         self.count = count
+        self.across_devices = across_devices
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -42,17 +45,24 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].contiguous()
 
 
-def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
     """Sum of the cross-entropy of this rank's tokens, in fp32 (fp64 for fp64 logits).
 
     Args:
         logits: ``[B, L, vocab]``.
         targets: int64 ``[B, L]``, already shifted; ``-100`` is ignored. A rank with no target gives a zero that is
             still part of the graph, so that its backward sends the same messages as the others.
+        label_smoothing: share of a target that is spread evenly over the vocabulary, in [0, 1).
     """
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, 1),
+        targets.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
 
 
 @outside_graphs

@@ -2,9 +2,9 @@
 
 What is leaned on, and where it was read (accelerate 1.15, transformers 5.17 and 5.24): ``Accelerator._prepare_cp`` and
 ``_cp_context``, ``ParallelismConfig.__post_init__``, ``_sizes`` and ``_validate_accelerator``,
-``Accelerator.gather_for_metrics``, ``Trainer._prepare_context_parallel_inputs``, ``_get_num_items_in_batch`` and
-``_track_num_input_tokens``. The methods are wrapped once, on the class, and pass every model that is not patched to the
-original.
+``Accelerator.gather_for_metrics``, ``Trainer._prepare_context_parallel_inputs``, ``_get_num_items_in_batch``,
+``compute_loss`` and ``_track_num_input_tokens``. The methods are wrapped once, on the class, and pass every model that
+is not patched to the original.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from accelerate.utils.operations import gather_object
 from torch import nn
 from torch.utils.data import DataLoader
 
-from .loss import TrainerItemCount
+from .class_swap import stock_class
+from .loss import TrainerItemCount, shift_labels
 from .mesh import CpMesh
-from .models.common.causal_lm import CallOptions
+from .models.common.causal_lm import CallOptions, language_model_head
 from .state import bind, patch_state
 
 _MARK = "_hf_cp_original"
@@ -210,6 +211,7 @@ def _bind(accelerator: Accelerator, model: nn.Module) -> None:
     if trainer is not None:
         _wrap(trainer.Trainer, "_prepare_context_parallel_inputs", _prepare_trainer_inputs)
         _wrap(trainer.Trainer, "_get_num_items_in_batch", _get_num_items_in_batch)
+        _wrap(trainer.Trainer, "compute_loss", _compute_loss)
         _wrap(trainer.Trainer, "_track_num_input_tokens", _track_num_input_tokens)
         _wrap(trainer.Trainer, "prediction_step", _prediction_step)
 
@@ -238,16 +240,52 @@ def _whole_batch(**_: Any) -> Iterator[None]:
 
 
 def _prepare_trainer_inputs(original: Any, trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
-    """Hand a patched model its whole batch."""
+    """Hand a patched model its whole batch, and a language-model head what Trainer's smoother would make of logits."""
     if patch_state(model) is None or _copies(trainer) == 1:
         return original(trainer, model, inputs)
-    for name, value in (
-        ("compute_loss_func", trainer.compute_loss_func),
-        ("label_smoothing_factor", trainer.label_smoother),
-    ):
-        if value is not None:
-            raise ValueError(f"{name} is not supported with context parallelism: leave it out")
+    if trainer.label_smoother is not None and not _loss_from_logits(trainer, model):
+        inputs = dict(inputs)
+        options = inputs.get("cp_options") or CallOptions()
+        inputs["cp_options"] = dataclasses.replace(options, label_smoothing=trainer.label_smoother.epsilon)
+        if inputs.get("labels") is not None:  # under this name Trainer would take them out for its own smoother
+            labels = inputs.pop("labels")
+            inputs["shift_labels"] = shift_labels(labels) if _smoother_shifts(model) else labels
     return contextlib.nullcontext, inputs
+
+
+def _loss_from_logits(trainer: Any, model: nn.Module) -> bool:
+    """Whether Trainer computes the loss outside the model, from the logits of the whole sequence."""
+    smoother_outside = trainer.label_smoother is not None and language_model_head(model) is None
+    return trainer.compute_loss_func is not None or smoother_outside
+
+
+def _smoother_shifts(model: nn.Module) -> bool:
+    """Trainer's smoother shifts the labels of text models and takes those of multimodal models as they are."""
+    head: Any = language_model_head(model)
+    return stock_class(head) in type(head).hf_cp_family.causal_lms
+
+
+def _compute_loss(
+    original: Any,
+    trainer: Any,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """A loss made of the whole sequence's logits, which every rank of a group computes alike.
+
+    It gets the true item count, and the loss is multiplied by the number of groups, not of ranks.
+    """
+    items = num_items_in_batch
+    if not isinstance(items, TrainerItemCount) or not _loss_from_logits(trainer, model):
+        return original(trainer, model, inputs, return_outputs, items)
+    copies = _copies(trainer)
+    count = items.count if items.across_devices else items.count * copies
+    result = original(trainer, model, inputs, return_outputs, count)
+    if not items.across_devices:
+        return result
+    return (result[0] / copies, result[1]) if return_outputs else result / copies
 
 
 def _prediction_step(
@@ -278,7 +316,9 @@ def _get_num_items_in_batch(original: Any, trainer: Any, batch_samples: list[Any
     """
     copies = _copies(trainer)
     count = original(trainer, batch_samples * copies, device)
-    return count if count is None or copies == 1 else TrainerItemCount(count / copies)
+    if count is None or copies == 1:
+        return count
+    return TrainerItemCount(count / copies, trainer.args.average_tokens_across_devices)
 
 
 def _track_num_input_tokens(original: Any, trainer: Any, inputs: Any) -> None:

@@ -73,6 +73,11 @@ def family_case(rank: int, size: int, name: str, padded: bool) -> dict[str, floa
         found_loss, found = step(model, **inputs, labels=labels, **extra)
         errors["Trainer's loss"] = abs(found_loss.item() * size - loss.item())
         errors["Trainer's"] = worst({n: g * size for n, g in found.items()}, right)
+        # Counting each rank alone, it does not multiply.
+        extra |= {"num_items_in_batch": TrainerItemCount(90 / size, across_devices=False)}
+        found_loss, found = step(model, **inputs, labels=labels, **extra)
+        errors["Trainer's local loss"] = abs(found_loss.item() - loss.item())
+        errors["Trainer's local"] = worst(found, right)
         with torch.no_grad():
             output = model(**inputs, output_router_logits=True)
         kept = inputs.get("attention_mask", torch.ones_like(ids)).bool()

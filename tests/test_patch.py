@@ -15,8 +15,10 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -383,6 +385,14 @@ CALLS: dict[str, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "more logits than tokens": lambda m: ((token_ids(),), {"logits_to_keep": LENGTH + 3}),
     "chosen logits": lambda m: ((token_ids(),), {"logits_to_keep": torch.tensor([16, 0, 3, 3])}),
     "logits by mask": lambda m: ((token_ids(),), {"logits_to_keep": torch.arange(LENGTH) % 3 == 0}),
+    **(
+        {
+            "logits by row": lambda m: ((token_ids(),), {"logits_to_keep": torch.tensor([[16, 0, 3], [1, 1, 8]])}),
+            "logits by mask of rows": lambda m: ((token_ids(),), {"logits_to_keep": padded().bool()}),
+        }
+        if Version(transformers.__version__) >= Version("5.24")
+        else {}
+    ),
     "last logits of hidden states": lambda m: (
         (token_ids(),),
         {"logits_to_keep": 2, "output_hidden_states": True, "return_dict": False},

@@ -34,8 +34,6 @@ from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5ForTokenClassification,
-    Trainer,
-    TrainingArguments,
 )
 
 import hf_cp
@@ -712,45 +710,3 @@ def test_dispatch_batches(world: Worlds) -> None:
     for text in first:
         assert "dispatch_batches=True" in text
         assert "False" in text
-
-
-def trainer_refusals(rank: int, size: int) -> list[str]:
-    rows: Any = [{"input_ids": row, "labels": row} for row in token_ids(batch=4)]
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"label_smoothing_factor": 0.1}, {}),
-        ({}, {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs.loss}),
-        ({}, {}),
-    ]
-    texts = []
-    for arguments, extra in cases:
-        with fresh_accelerate():
-            model = tiny_qwen3_5(num_hidden_layers=1, layer_types=["linear_attention"])
-            settings = TrainingArguments(
-                "unused",
-                use_cpu=True,
-                per_device_train_batch_size=2,
-                max_steps=1,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-                parallelism_config=Sizes(cp_size=2),
-                **arguments,
-            )
-            trainer = Trainer(
-                hf_cp.patch(model, gdn_backend="eager"),
-                settings,
-                train_dataset=rows,
-                **extra,
-            )
-            if arguments or extra:
-                texts.append(refusal(trainer.train))
-            else:
-                trainer.train()
-    return texts
-
-
-def test_trainer(world: Worlds) -> None:
-    first, second = world(2).run(trainer_refusals)
-    assert first == second
-    assert "label_smoothing_factor" in first[0]
-    assert "compute_loss_func" in first[1]

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import modeling_utils
 
+from hf_cp.class_swap import stock_class
 from hf_cp.loss import IGNORE_INDEX, TrainerItemCount, scaled_loss, shift_labels, token_loss_sum
 
 from . import lm_head
 from .router import balance_loss
 from .signature import CallArguments
 from .text_model import is_cached, open_context, pop_as_tuple, whole_output, whole_sequence
+
+# Since transformers 5.24 a tensor of two dimensions selects by row, and may be a mask.
+_STOCK_SELECT: Callable[..., torch.Tensor] | None = getattr(modeling_utils, "slice_logits_to_keep", None)
 
 
 @dataclass(frozen=True)
@@ -21,9 +28,21 @@ class CallOptions:
 
     Args:
         return_logits: logits of the whole sequence beside a loss; ``None``: in evaluation, not in training.
+        label_smoothing: share of a label that is spread evenly over the vocabulary, in [0, 1). As with Trainer's own
+            smoother, the router's loss is then no part of the loss.
     """
 
     return_logits: bool | None = None
+    label_smoothing: float = 0.0
+
+
+def language_model_head(model: nn.Module) -> nn.Module | None:
+    """The patched module inside ``model`` that computes a language-model loss, or ``None``."""
+    for module in model.modules():
+        family = getattr(type(module), "hf_cp_family", None)
+        if family is not None and stock_class(module) in family.causal_lms:
+            return module
+    return None
 
 
 def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,9 +100,9 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
     if targets is not None:
         local_targets = cp.layout.shard(targets.to(hidden.device), 1, IGNORE_INDEX)
         if local_logits is None:
-            local_sum = lm_head.loss_sum(module.lm_head, hidden, local_targets)
+            local_sum = lm_head.loss_sum(module.lm_head, hidden, local_targets, options.label_smoothing)
         else:
-            local_sum = token_loss_sum(local_logits, local_targets)
+            local_sum = token_loss_sum(local_logits, local_targets, options.label_smoothing)
         valid = (targets != IGNORE_INDEX).sum()
         loss = scaled_loss(local_sum, valid, cp.mesh, num_items_in_batch=num_items)
     recorded = {}
@@ -95,9 +114,10 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
             cp.mesh,
             experts_per_token=module.num_experts_per_tok,
         )
-        if loss is not None:
+        if loss is not None and not options.label_smoothing:
             # Trainer multiplies by the world size, which only the item count takes back.
-            share = cp.mesh.cp_size if isinstance(num_items, TrainerItemCount) else 1
+            multiplied = isinstance(num_items, TrainerItemCount) and num_items.across_devices
+            share = cp.mesh.cp_size if multiplied else 1
             loss = loss + module.router_aux_loss_coef / share * aux_loss
         recorded["aux_loss"] = aux_loss
     whole_output(output, cp)
@@ -120,4 +140,6 @@ def _select(x: torch.Tensor, keep: int | torch.Tensor | None) -> torch.Tensor:
     """The positions that ``logits_to_keep`` asks for: the last ``keep``, or the given ones; all for 0."""
     if not _keeps_some(keep):
         return x
+    if _STOCK_SELECT is not None:
+        return _STOCK_SELECT(x, keep)
     return x[:, slice(-keep, None) if isinstance(keep, int) else keep]

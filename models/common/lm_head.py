@@ -17,7 +17,11 @@ _MODULE_CHUNK = 1024
 
 
 def forward(
-    module: Any, stock_forward: Any, hidden_states: torch.Tensor, cp_targets: torch.Tensor | None = None
+    module: Any,
+    stock_forward: Any,
+    hidden_states: torch.Tensor,
+    cp_targets: torch.Tensor | None = None,
+    cp_label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Logits; with targets the sum of their cross-entropies.
 
@@ -26,26 +30,35 @@ def forward(
     Args:
         hidden_states: ``[B, L, D]``.
         cp_targets: int64 ``[B, L]``, already shifted.
+        cp_label_smoothing: share of a target that is spread evenly over the vocabulary.
 
     Returns:
         ``[B, L, vocab]``, or with targets a scalar in fp32 (fp64 for fp64 inputs).
     """
     if cp_targets is None:
         return stock_forward(module, hidden_states)
-    return linear_cross_entropy_sum(hidden_states.flatten(0, 1), module.weight, cp_targets.flatten(), bias=module.bias)
+    return linear_cross_entropy_sum(
+        hidden_states.flatten(0, 1),
+        module.weight,
+        cp_targets.flatten(),
+        bias=module.bias,
+        label_smoothing=cp_label_smoothing,
+    )
 
 
-def loss_sum(lm_head: nn.Module, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def loss_sum(
+    lm_head: nn.Module, hidden_states: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0
+) -> torch.Tensor:
     """Sum of the cross-entropies of ``[B, L]`` targets, never with more than a chunk of logits.
 
     A projection that something else has wrapped or replaced (LoRA, a quantised layer) is called as a module, its chunks
     recomputed in backward.
     """
     if is_patched(lm_head):
-        return lm_head(hidden_states, cp_targets=targets)
+        return lm_head(hidden_states, cp_targets=targets, cp_label_smoothing=label_smoothing)
 
     def chunk_loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return token_loss_sum(lm_head(hidden), labels)
+        return token_loss_sum(lm_head(hidden), labels, label_smoothing)
 
     chunks = zip(hidden_states.split(_MODULE_CHUNK, 1), targets.split(_MODULE_CHUNK, 1), strict=True)
     sums = [checkpoint(chunk_loss, hidden, labels, use_reentrant=False) for hidden, labels in chunks]
