@@ -43,7 +43,7 @@ def untied_model() -> Any:
 
 
 def leg(run: Run, folder: Path, kind: str, begin: int, end: int, model: Any = None) -> Curve:
-    """Steps ``begin`` to ``end`` of a run whose data is one epoch, from the checkpoint at ``begin`` to one at ``end``."""
+    """Steps ``begin`` to ``end`` of a run that is one epoch long, from a checkpoint and to another."""
     options = (("max_steps", end), ("save_strategy", "steps"), ("save_steps", end))
     with launched({**environment_of(run), "FSDP_STATE_DICT_TYPE": kind}):
         trainer = make_trainer(replace(run, options=options), folder, model=model)
