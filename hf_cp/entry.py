@@ -17,6 +17,7 @@ _HASHED = (
     "cu_seq_lens_q",
     "attention mask",
     "labels",
+    "images and videos",
     "num_items_in_batch",
     "logits_to_keep",
     "output_hidden_states",
@@ -42,7 +43,9 @@ def fingerprint(x: torch.Tensor | None) -> torch.Tensor:
 
 
 def _hash(value: Any) -> torch.Tensor:
-    """`fingerprint` of a tensor or of what makes one; an option left out and one switched off hash alike."""
+    """`fingerprint` of what is, makes or holds tensors; an option left out and one switched off hash alike."""
+    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+        return torch.stack([fingerprint(x) * (2 * i + 1) for i, x in enumerate(value)]).sum()
     given = isinstance(value, torch.Tensor) or bool(value)
     return fingerprint(torch.as_tensor(value) if given else None)
 

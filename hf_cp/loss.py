@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -28,6 +30,15 @@ class TrainerItemCount:
     def __init__(self, count: torch.Tensor | float, across_devices: bool = True) -> None:
         self.count = count
         self.across_devices = across_devices
+
+
+def copies_added_up(num_items_in_batch: Any, mesh: CpMesh) -> int:
+    """How many times too large Trainer makes a loss that every rank of a group computes alike, without an item count.
+
+    Trainer multiplies by the world size where it counts items over all devices; only the count takes that back.
+    """
+    items = num_items_in_batch
+    return mesh.cp_size if isinstance(items, TrainerItemCount) and items.across_devices else 1
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:

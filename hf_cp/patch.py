@@ -17,7 +17,15 @@ from .collectives import all_reduce_
 from .config import PatchConfig
 from .kernels.gdn import get_backend
 from .mesh import CpMesh
-from .models.common import attention, causal_lm, gated_delta_net, lm_head, text_model
+from .models.common import (
+    attention,
+    causal_lm,
+    classification,
+    gated_delta_net,
+    lm_head,
+    multimodal,
+    text_model,
+)
 from .models.common.family import Family
 from .models.qwen3_5 import FAMILY as QWEN3_5
 from .models.qwen3_5_moe import FAMILY as QWEN3_5_MOE
@@ -132,11 +140,13 @@ def _targets(model: nn.Module) -> Iterator[tuple[nn.Module, Family]]:
     """
     roots = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     inner = {id(child) for root in roots for child in root.modules() if child is not root}
-    supported = sorted({cls.__name__ for f in FAMILIES for cls in f.causal_lms + f.backbones})
+    supported = sorted({cls.__name__ for f in FAMILIES for cls in f.models})
     if not roots:
         raise ValueError(f"model of class {type(model).__name__} holds no transformers model: give one of {supported}")
     for root in roots:
-        family = next((f for f in FAMILIES if stock_class(root) in f.causal_lms + f.backbones), None)
+        if id(root) in inner and any(stock_class(root) in f.vision_towers for f in FAMILIES):
+            continue
+        family = next((f for f in FAMILIES if stock_class(root) in f.models), None)
         if family is None:
             raise ValueError(f"model of class {stock_class(root).__name__} is not supported: give one of {supported}")
         if id(root) not in inner:
@@ -163,15 +173,21 @@ def _patch_root(root: nn.Module, family: Family, config: PatchConfig) -> None:
     shared = {"hf_cp_family": family}
     for module in list(root.modules()):
         stock = stock_class(module)
-        if stock in family.causal_lms:
+        if stock in family.models:
+            module.__dict__["_hf_cp"] = state
+        if stock in family.language_models:
             swap_in(module, causal_lm.forward, shared)
             head: Any = module.lm_head
             if stock_class(head) is nn.Linear:
                 swap_in(head, lm_head.forward, {})
-            module.__dict__["_hf_cp"] = state
+        elif stock in family.token_classifiers + family.sequence_classifiers:
+            swap_in(module, classification.forward, shared)
+        elif stock in family.multimodal_backbones:
+            swap_in(module, multimodal.forward, shared)
         elif stock in family.backbones:
             swap_in(module, text_model.forward, shared)
-            module.__dict__["_hf_cp"] = state
+        elif stock in family.vision_towers:
+            swap_in(module, multimodal.vision_forward, shared)
         elif stock is family.attention:
             swap_in(module, None, shared | {"config": attention.CONFIG_PROPERTY})
         elif stock is family.gated_delta_net:

@@ -127,7 +127,7 @@ def test_folders_for_the_stock_model(world: Worlds, kind: str, tied: bool, tmp_p
     ids = Rows(1, 40)[0]["input_ids"][None]
     for folder in folders:
         assert list(folder.glob("model*.safetensors"))
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
         assert type(model) is Qwen3_5ForCausalLM
         assert model.config.architectures == ["Qwen3_5ForCausalLM"]
         assert all(torch.equal(w, weights[name]) for name, w in model.named_parameters())

@@ -30,15 +30,16 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen3_5Config,
     Qwen3_5ForCausalLM,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5ForTokenClassification,
+    Qwen3NextConfig,
+    Qwen3NextForQuestionAnswering,
 )
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
 import hf_cp
 from hf_cp.class_swap import is_patched
-from hf_cp.testing import World, allow_fsdp2_on_cpu, tiny_qwen3_5
+from hf_cp.testing import TINY_FIELDS, World, allow_fsdp2_on_cpu, tiny_qwen3_5
 
 Worlds = Callable[..., World]
 SECONDS = 5.0
@@ -317,10 +318,18 @@ def test_attention_weights_by_config(world: Worlds) -> None:
 # Patching.
 
 
-def tiny_config() -> Qwen3_5Config:
-    text = tiny_qwen3_5(num_hidden_layers=1, layer_types=["linear_attention"]).config.to_dict()
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
-    return Qwen3_5Config(text_config=text, vision_config=vision)
+def tiny_vision_config() -> Qwen3_5VisionConfig:
+    return Qwen3_5VisionConfig(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=64)
+
+
+NEXT_FIELDS: dict[str, Any] = {
+    **TINY_FIELDS,
+    "num_hidden_layers": 1,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+}
 
 
 def tiny_llama() -> Any:
@@ -340,11 +349,11 @@ def subclassed() -> Any:
 
 UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "Llama": (tiny_llama, "LlamaForCausalLM"),
-    "VL": (lambda: Qwen3_5ForConditionalGeneration(tiny_config()), "Qwen3_5ForConditionalGeneration"),
-    "token classification": (
-        lambda: Qwen3_5ForTokenClassification(tiny_config().text_config),
-        "Qwen3_5ForTokenClassification",
+    "question answering": (
+        lambda: Qwen3NextForQuestionAnswering(Qwen3NextConfig(**NEXT_FIELDS)),
+        "Qwen3NextForQuestionAnswering",
     ),
+    "vision tower alone": (lambda: Qwen3_5VisionModel(tiny_vision_config()), "Qwen3_5VisionModel"),
     "no transformers model": (lambda: nn.Linear(2, 2), "Linear"),
     "Llama beside a known one": (lambda: nn.ModuleList([tiny_qwen3_5(num_hidden_layers=1), tiny_llama()]), "Llama"),
     "subclass": (subclassed, "Subclass"),

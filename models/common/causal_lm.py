@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -11,9 +11,18 @@ from torch import nn
 from transformers import modeling_utils
 
 from hf_cp.class_swap import stock_class
-from hf_cp.loss import IGNORE_INDEX, TrainerItemCount, scaled_loss, shift_labels, token_loss_sum
+from hf_cp.loss import (
+    IGNORE_INDEX,
+    TrainerItemCount,
+    copies_added_up,
+    scaled_loss,
+    shift_labels,
+    token_loss_sum,
+)
 
 from . import lm_head
+from .multimodal import language_model
+from .randomness import own_randomness
 from .router import balance_loss
 from .signature import CallArguments
 from .text_model import is_cached, open_context, pop_as_tuple, whole_output, whole_sequence
@@ -40,7 +49,7 @@ def language_model_head(model: nn.Module) -> nn.Module | None:
     """The patched module inside ``model`` that computes a language-model loss, or ``None``."""
     for module in model.modules():
         family = getattr(type(module), "hf_cp_family", None)
-        if family is not None and stock_class(module) in family.causal_lms:
+        if family is not None and stock_class(module) in family.language_models:
             return module
     return None
 
@@ -73,14 +82,12 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
         arguments.pop(name)
     num_items, keep = arguments.pop("num_items_in_batch"), arguments.pop("logits_to_keep")
     as_tuple = pop_as_tuple(module, arguments)
-    family, decoder = type(module).hf_cp_family, module.model
-    want_routing = family.has_experts and _flag(
-        arguments.get("output_router_logits"), module.config.output_router_logits
-    )
+    family, text_config = type(module).hf_cp_family, module.config.get_text_config()
+    want_routing = family.has_experts and _flag(arguments.get("output_router_logits"), text_config.output_router_logits)
     routing = {"output_router_logits": want_routing} if family.has_experts else {}
     want_logits = not training or (not module.training if options.return_logits is None else options.return_logits)
     cp, whole = open_context(
-        decoder,
+        language_model(module.model),
         arguments,
         labels=labels if shifted is None else shifted,
         kind=1 + 2 * (labels is not None) + 4 * (shifted is not None) + 8 * want_logits + 16 * want_routing,
@@ -89,20 +96,22 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
         logits_to_keep=keep,
     )
     targets = shift_labels(labels) if labels is not None and shifted is None else shifted
-    output = decoder(**arguments.replace(cp_opened=(cp, whole), **routing))
+    output = module.model(**arguments.replace(cp_opened=(cp, whole), return_dict=True, **routing))
     hidden = output.last_hidden_state
     loss = logits = local_logits = None
-    if want_logits and not (targets is None and _keeps_some(keep)):
-        local_logits = module.lm_head(hidden)
-        logits = _select(whole_sequence(local_logits, cp), keep)
-    elif want_logits:
+    if want_logits and targets is None and _keeps_some(keep):
         logits = module.lm_head(_select(whole_sequence(hidden, cp), keep))
+    elif want_logits:
+        with own_randomness(module.lm_head, cp.mesh):
+            local_logits = module.lm_head(hidden)
+        logits = _select(whole_sequence(local_logits, cp), keep)
     if targets is not None:
         local_targets = cp.layout.shard(targets.to(hidden.device), 1, IGNORE_INDEX)
-        if local_logits is None:
-            local_sum = lm_head.loss_sum(module.lm_head, hidden, local_targets, options.label_smoothing)
-        else:
+        if local_logits is not None:
             local_sum = token_loss_sum(local_logits, local_targets, options.label_smoothing)
+        else:
+            with own_randomness(module.lm_head, cp.mesh):
+                local_sum = lm_head.loss_sum(module.lm_head, hidden, local_targets, options.label_smoothing)
         valid = (targets != IGNORE_INDEX).sum()
         loss = scaled_loss(local_sum, valid, cp.mesh, num_items_in_batch=num_items)
     recorded = {}
@@ -112,19 +121,19 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
             output.router_logits,
             cp.layout.shard(kept, 1, 0),
             cp.mesh,
-            experts_per_token=module.num_experts_per_tok,
+            experts_per_token=text_config.num_experts_per_tok,
         )
         if loss is not None and not options.label_smoothing:
             # Trainer multiplies by the world size, which only the item count takes back.
-            multiplied = isinstance(num_items, TrainerItemCount) and num_items.across_devices
-            share = cp.mesh.cp_size if multiplied else 1
-            loss = loss + module.router_aux_loss_coef / share * aux_loss
+            coefficient = getattr(module, "router_aux_loss_coef", text_config.router_aux_loss_coef)
+            loss = loss + coefficient / copies_added_up(num_items, cp.mesh) * aux_loss
         recorded["aux_loss"] = aux_loss
     whole_output(output, cp)
-    for name in ("hidden_states", "router_logits"):
-        if output.get(name) is not None:
-            recorded[name] = output[name]
-    result = family.output(loss=loss, logits=logits, **recorded)
+    multimodal = stock_class(module) in family.multimodal_lms
+    output_class = family.multimodal_output if multimodal else family.output
+    names = {field.name for field in fields(output_class)} - {"last_hidden_state"}
+    recorded |= {name: value for name, value in output.items() if name in names}
+    result = output_class(loss=loss, logits=logits, **recorded)
     return result.to_tuple() if as_tuple else result
 
 

@@ -17,7 +17,11 @@ from hf_cp.layout import ShardLayout, cu_seqlens_from_position_ids
 from hf_cp.modes.segments import groups, packed_segments, padded_segments, queries_between
 
 from .attention import ALLGATHER_IMPLEMENTATIONS
+from .randomness import own_randomness
 from .signature import CallArguments
+
+# What a multimodal model is given beside the text.
+_MEDIA = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,11 @@ def _read_whole(arguments: CallArguments) -> Whole:
     )
 
 
+def _media(arguments: CallArguments) -> list[torch.Tensor]:
+    """Images and videos of a multimodal call, their sizes and places, without those that are absent."""
+    return [x for name in _MEDIA if (x := arguments.get(name)) is not None]
+
+
 def _misshapen(arguments: CallArguments, labels: torch.Tensor | None) -> str | None:
     """Which argument does not fit the others, in one line, or ``None``."""
     given = {name: x for name in ("input_ids", "inputs_embeds") if (x := arguments.get(name)) is not None}
@@ -118,6 +127,7 @@ def open_context(
     arguments: CallArguments,
     *,
     labels: torch.Tensor | None = None,
+    labels_by_row: bool = False,
     kind: int = 0,
     refusal: str | None = None,
     **hashed: Any,
@@ -127,6 +137,7 @@ def open_context(
     Args:
         module: the patched decoder.
         labels: ``[B, T]``, part of what must agree.
+        labels_by_row: labels are ``[B, ...]``, not one a token.
         kind: what is asked, as a small integer equal on all ranks.
         refusal: a reason of the caller's own not to run the call.
         hashed: options of the caller's own that must agree; see `agree`.
@@ -139,12 +150,15 @@ def open_context(
     whole = _read_whole(arguments)
     agree(
         mesh,
-        refusal=refusal or _misshapen(arguments, labels) or _unsupported(module, arguments, whole),
+        refusal=refusal
+        or _misshapen(arguments, None if labels_by_row else labels)
+        or _unsupported(module, arguments, whole),
         inputs=whole.inputs,
         position_ids=whole.position_ids,
         cu_seq_lens_q=whole.cu_seqlens,
         attention_mask=whole.attention_mask,
         labels=labels,
+        images_and_videos=_media(arguments),
         output_hidden_states=arguments.get("output_hidden_states"),
         kind=4 * kind + 2 * module.training + torch.is_grad_enabled(),
         **hashed,
@@ -204,34 +218,39 @@ def _segments(module: Any, layout: ShardLayout, whole: Whole, cu_seqlens: torch.
 
 
 def run_local(module: Any, stock_forward: Any, arguments: CallArguments, cp: CpContext, whole: Whole) -> Any:
-    """Run the stock decoder on this rank's tokens; every tensor in its output is local, ``[B, L, ...]``."""
+    """Run the stock decoder on this rank's tokens; every tensor in its output is local, ``[B, L, ...]``.
+
+    Inputs and positions are those of the call: a multimodal model has made embeddings of the ids that it was given.
+    """
     layout = cp.layout
-    position_ids = whole.position_ids
+    inputs, position_ids = _read_whole(arguments).inputs, arguments.get("position_ids")
     if position_ids is None and cp.cu_seqlens is not None:
         position_ids = cp.position_ids
     if position_ids is None:
-        position_ids = torch.arange(layout.seq_len, device=whole.inputs.device).expand(whole.inputs.shape[0], -1)
+        position_ids = torch.arange(layout.seq_len, device=inputs.device).expand(inputs.shape[0], -1)
     name, pad = "input_ids", module.config.pad_token_id or 0
-    if whole.inputs.is_floating_point():
+    if inputs.is_floating_point():
         name, pad = "inputs_embeds", 0.0
-    changes = {"input_ids": None, "inputs_embeds": None, name: layout.shard(whole.inputs, 1, pad)}
-    return stock_forward(
-        module,
-        **arguments.replace(
-            **changes,
-            attention_mask=_masks(module, cp, whole),
-            position_ids=layout.shard_position_ids(position_ids),
-            use_cache=False,
-            return_dict=True,
-            cp_context=cp,
-        ),
+    changes = {"input_ids": None, "inputs_embeds": None, name: layout.shard(inputs, 1, pad)}
+    local = arguments.replace(
+        **changes,
+        attention_mask=_masks(module, cp, whole),
+        position_ids=layout.shard_position_ids(position_ids),
+        use_cache=False,
+        return_dict=True,
+        cp_context=cp,
     )
+    with own_randomness(module, cp.mesh):
+        return stock_forward(module, **local)
 
 
 @outside_graphs
 def whole_sequence(x: torch.Tensor, cp: CpContext) -> torch.Tensor:
-    """Every rank's tokens ``[B, L, ...]`` as one sequence ``[B, T, ...]``, in order and without padding."""
-    return cp.layout.unpad(gather_sequence(x, cp.mesh, dim=1), 1)
+    """Every rank's tokens ``[B, L, ...]`` as one sequence ``[B, T, ...]``, in order and without padding.
+
+    Contiguous, as what stock returns: losses, its own and others', take views of it.
+    """
+    return cp.layout.unpad(gather_sequence(x, cp.mesh, dim=1), 1).contiguous()
 
 
 def whole_output(output: Any, cp: CpContext) -> None:
@@ -244,6 +263,12 @@ def whole_output(output: Any, cp: CpContext) -> None:
     if output.get("router_logits") is not None:
         rows = [x.unflatten(0, (-1, cp.layout.seq_len_local)) for x in output["router_logits"]]
         output["router_logits"] = tuple(whole_sequence(x, cp).flatten(0, 1) for x in rows)
+
+
+def whole_decoder_output(output: Any, cp: CpContext) -> None:
+    """`whole_output`, and the decoder's last hidden state too."""
+    output["last_hidden_state"] = whole_sequence(output["last_hidden_state"], cp)
+    whole_output(output, cp)
 
 
 def pop_as_tuple(module: Any, arguments: CallArguments) -> bool:
@@ -266,6 +291,5 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
     as_tuple = pop_as_tuple(module, arguments)
     cp, whole = open_context(module, arguments)
     output = run_local(module, stock_forward, arguments, cp, whole)
-    output["last_hidden_state"] = whole_sequence(output["last_hidden_state"], cp)
-    whole_output(output, cp)
+    whole_decoder_output(output, cp)
     return output.to_tuple() if as_tuple else output

@@ -1,4 +1,4 @@
-"""Qwen3.5 dense text models."""
+"""Qwen3.5, dense: text models and those that see images and videos."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
 
-from ..common.family import Family, Projections
+from ..common.family import Family, Projections, newest
 
 
 def project(module: Any, hidden_states: torch.Tensor) -> Projections:
@@ -28,4 +28,10 @@ FAMILY = Family(
     gated_delta_net=stock.Qwen3_5GatedDeltaNet,
     eager_attention=stock.eager_attention_forward,
     project=project,
+    multimodal_lms=(stock.Qwen3_5ForConditionalGeneration,),
+    multimodal_backbones=(stock.Qwen3_5Model,),
+    vision_towers=(stock.Qwen3_5VisionModel,),
+    multimodal_output=newest(stock, "MultimodalCausalLMOutputWithPast", "Qwen3_5CausalLMOutputWithPast"),
+    token_classifiers=(stock.Qwen3_5ForTokenClassification,),
+    sequence_classifiers=(stock.Qwen3_5TextForSequenceClassification, stock.Qwen3_5ForSequenceClassification),
 )

@@ -1,4 +1,4 @@
-"""Qwen3.5 text models with a mixture of experts."""
+"""Qwen3.5 with a mixture of experts: text models and those that see images and videos."""
 
 from __future__ import annotations
 
@@ -17,4 +17,8 @@ FAMILY = Family(
     eager_attention=stock.eager_attention_forward,
     project=project,
     output=MoeCausalLMOutputWithPast,
+    multimodal_lms=(stock.Qwen3_5MoeForConditionalGeneration,),
+    multimodal_backbones=(stock.Qwen3_5MoeModel,),
+    vision_towers=(stock.Qwen3_5MoeVisionModel,),
+    multimodal_output=stock.Qwen3_5MoeCausalLMOutputWithPast,
 )

@@ -29,4 +29,6 @@ FAMILY = Family(
     eager_attention=stock.eager_attention_forward,
     project=project,
     output=MoeCausalLMOutputWithPast,
+    token_classifiers=(stock.Qwen3NextForTokenClassification,),
+    sequence_classifiers=(stock.Qwen3NextForSequenceClassification,),
 )
