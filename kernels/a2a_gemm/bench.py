@@ -1,0 +1,302 @@
+"""Times the fused operators against pure products, on one GPU with every rank's buffers local.
+
+    python -m hf_cp.kernels.a2a_gemm.bench [ROW ...] [--sweep] [--json FILE]
+
+A row is first checked (poisoned buffers, against fp32), then timed: 10 warm-up calls and 50 samples, in rounds that
+alternate between the candidates, so that all see the same clocks. A sample is the time between two CUDA events; the
+median is reported. TFLOPS count 2LMNK, the exchange adds none. Local memory stands in for the other ranks' memory: the
+figures show what the exchange costs inside a GPU, not what a link adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor
+
+from .build import check_device
+from .plan import Block, Matrix, Plan, Segment, Tuning, make_plan, shape_of, stream_of
+from .workspace import Workspace
+
+PEAK = {torch.bfloat16: 989.5, torch.float8_e4m3fn: 1979.0}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: an operator, its sizes for one rank, and the variants that can run it."""
+
+    operator: str
+    dtype: torch.dtype
+    M: int
+    N: int
+    K: int
+    L: int
+    W: int
+    variants: tuple[str, ...]
+    sweep: tuple[Tuning, ...] = ()
+
+
+def _tunings(copy_ctas: list[int], tails: list[int], windows: list[int]) -> tuple[Tuning, ...]:
+    return tuple(Tuning(c, t, w) for c in copy_ctas for t in tails for w in windows)
+
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+ROWS = {
+    "medium": Row(
+        "a2a_gemm", BF16, 2048, 5120, 4096, 1, 8, ("bf16", "bf16_narrow"), _tunings([8, 12, 16, 24], [-1], [2, 4, 8])
+    ),
+    "medium_cp4": Row("a2a_gemm", BF16, 2048, 5120, 4096, 1, 4, ("bf16",), _tunings([12, 16], [-1], [4])),
+    "large": Row("a2a_gemm", BF16, 4096, 10240, 8192, 1, 8, ("bf16",), _tunings([8, 12, 16, 24], [-1], [2, 4, 8])),
+    "large_fp8": Row("a2a_gemm", FP8, 4096, 10240, 8192, 1, 8, ("fp8",), _tunings([8, 12, 16, 24], [-1], [2, 4, 8])),
+    "pv": Row("batched_pv_a2a", BF16, 4096, 128, 4096, 8, 8, ("bf16_batched",), _tunings([0], [0], [4, 8, 32])),
+    "qkv": Row("gemm_a2a", BF16, 4096, 10240, 8192, 1, 8, ("bf16",), _tunings([0], [0], [2, 4, 8])),
+    "qkv_fp8": Row("gemm_a2a", FP8, 4096, 10240, 8192, 1, 8, ("fp8",), _tunings([0], [0], [2, 4, 8])),
+}
+
+
+def draw(*shape: int, dtype: torch.dtype, scale: float = 0.5) -> Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(dtype)
+
+
+def error(x: Tensor, want: Tensor) -> float:
+    x, want = x.float(), want.float()
+    return ((x - want).norm() / want.norm()).item()
+
+
+def time_all(
+    candidates: dict[str, Callable[[], object]], warmup: int = 10, samples: int = 50, rounds: int = 5
+) -> dict[str, float]:
+    """Median milliseconds of each candidate."""
+    taken: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in candidates}
+    for turn in range(rounds):
+        for name, call in candidates.items():
+            for _ in range(warmup if turn == 0 else 2):
+                call()
+            for _ in range(samples // rounds):
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                call()
+                end.record()
+                taken[name].append((start, end))
+            torch.cuda.synchronize()
+    return {name: statistics.median(a.elapsed_time(b) for a, b in events) for name, events in taken.items()}
+
+
+def product(a: Tensor, b: Tensor, one: Tensor) -> Tensor:
+    """`a @ b^T` by the library: cuBLAS for BF16, cuBLASLt for FP8."""
+    if a.dtype == BF16:
+        return a @ b.t()
+    return torch._scaled_mm(a, b.t(), one, one, out_dtype=BF16, use_fast_accum=True)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@dataclass
+class Case:
+    """A row set up: buffers, what each launch must give, and how to launch it."""
+
+    row: Row
+    pure: dict[str, Callable[[], object]]
+    then: Callable[[], object]
+    plan: Callable[[str, Tuning], Plan]
+    poison: Callable[[], None]
+    check: Callable[[], float]
+    keep: list[object] = field(default_factory=list)
+
+
+def gather_case(row: Row, ws: Workspace) -> Case:
+    """`a2a_gemm`: K group p lies at rank p."""
+    width, size = row.K // row.W, torch.empty((), dtype=row.dtype).element_size()
+    parts = [draw(row.M, width, dtype=row.dtype) for _ in range(row.W)]
+    b = draw(row.N, row.K, dtype=row.dtype)
+    a, d = (
+        torch.empty(row.M, row.K, device="cuda", dtype=row.dtype),
+        torch.empty(row.M, row.N, device="cuda", dtype=BF16),
+    )
+    one = torch.ones((), device="cuda")
+    whole = torch.cat([part.view(torch.uint8) for part in parts], 1).view(row.dtype)
+    want = whole.float() @ b.float().t()
+    blocks = [Block(Matrix.of(part), i * width) for i, part in enumerate(parts)]
+    cuts = [i * width for i in range(row.W + 1)]
+    library_out = torch.empty_like(whole)
+
+    def then() -> object:
+        torch.cat([part.view(torch.uint8) for part in parts], 1, out=library_out.view(torch.uint8))
+        return product(library_out, b, one)
+
+    def plan(variant: str, tuning: Tuning) -> Plan:
+        return make_plan(
+            variant, Matrix.of(a), [Matrix.of(b)], [Segment(Matrix.of(d))], blocks=blocks, flags=ws.flags, cuts=cuts,
+            tuning=tuning, sm_count=ws.sm_count,
+        )  # fmt: skip
+
+    def alone(variant: str) -> Callable[[], object]:
+        made = make_plan(
+            variant, Matrix.of(whole), [Matrix.of(b)], [Segment(Matrix.of(d))], sm_count=ws.sm_count, keep=(whole,)
+        )
+        return lambda: made.run(stream_of())
+
+    def poison() -> None:
+        a.view(torch.uint8).fill_(0xFF)
+        d.fill_(float("nan"))
+
+    def check() -> float:
+        if not torch.equal(a.view(torch.uint8), whole.view(torch.uint8)):
+            return float("inf")
+        return error(d, want)
+
+    pure = {"library": lambda: product(whole, b, one), **{f"own {v}": alone(v) for v in row.variants}}
+    return Case(row, pure, then, plan, poison, check, [size])
+
+
+def scatter_case(row: Row, ws: Workspace) -> Case:
+    """`gemm_a2a`: q, k and v with grouped heads, columns of rank p's heads to rank p."""
+    head = 128
+    # Query heads four to a key head, as near as the columns divide: 8/10, 1/10 and 1/10 of them.
+    widths = [row.N * 8 // 10, row.N // 10, row.N // 10]
+    x, weights = draw(row.M, row.K, dtype=row.dtype), [draw(n, row.K, dtype=row.dtype) for n in widths]
+    b = torch.cat([w.view(torch.uint8) for w in weights]).view(row.dtype)
+    one = torch.ones((), device="cuda")
+    outputs = [[torch.empty(row.M, n // row.W, device="cuda", dtype=BF16) for _ in range(row.W)] for n in widths]
+    want = x.float() @ b.float().t()
+    assert all(n % (row.W * head) == 0 for n in widths)
+    segments, first = [], 0
+    for section, n in enumerate(widths):
+        for rank in range(row.W):
+            segments.append(Segment(Matrix.of(outputs[section][rank]), first + rank * n // row.W, 0, section))
+        first += n
+
+    def pack(y: Tensor) -> list[Tensor]:
+        return [part.contiguous() for third in y.split(widths, 1) for part in third.chunk(row.W, 1)]
+
+    def plan(variant: str, tuning: Tuning) -> Plan:
+        return make_plan(
+            variant, Matrix.of(x), [Matrix.of(w) for w in weights], segments, tuning=tuning, sm_count=ws.sm_count
+        )
+
+    whole = torch.empty(row.M, row.N, device="cuda", dtype=BF16)
+
+    def alone(variant: str) -> Callable[[], object]:
+        made = make_plan(variant, Matrix.of(x), [Matrix.of(b)], [Segment(Matrix.of(whole))], sm_count=ws.sm_count)
+        return lambda: made.run(stream_of())
+
+    def poison() -> None:
+        for output in outputs:
+            for part in output:
+                part.fill_(float("nan"))
+
+    def check() -> float:
+        return error(torch.cat([part for output in outputs for part in output], 1), want)
+
+    pure = {"library": lambda: product(x, b, one), **{f"own {v}": alone(v) for v in row.variants}}
+    return Case(row, pure, lambda: pack(product(x, b, one)), plan, poison, check)
+
+
+def batched_case(row: Row, ws: Workspace) -> Case:
+    """`batched_pv_a2a`: every head's rows to the rank that owns their tokens."""
+    p, v = draw(row.L, row.M, row.K, dtype=row.dtype), draw(row.K, row.L, row.N, dtype=row.dtype)
+    values = v.transpose(0, 1)
+    rows = row.M // row.W
+    outputs = [torch.empty(rows, row.L, row.N, device="cuda", dtype=BF16) for _ in range(row.W)]
+    want = torch.bmm(p, values).float()
+    segments = [Segment(Matrix.of(o.transpose(0, 1)), 0, rank * rows) for rank, o in enumerate(outputs)]
+    whole = torch.empty(row.L, row.M, row.N, device="cuda", dtype=BF16)
+
+    def plan(variant: str, tuning: Tuning) -> Plan:
+        return make_plan(variant, Matrix.of(p), [Matrix.of(values)], segments, tuning=tuning, sm_count=ws.sm_count)
+
+    def alone(variant: str) -> Callable[[], object]:
+        made = make_plan(variant, Matrix.of(p), [Matrix.of(values)], [Segment(Matrix.of(whole))], sm_count=ws.sm_count)
+        return lambda: made.run(stream_of())
+
+    def poison() -> None:
+        for output in outputs:
+            output.fill_(float("nan"))
+
+    def check() -> float:
+        return error(torch.cat(outputs).transpose(0, 1), want)
+
+    def then() -> object:
+        return [part.transpose(0, 1).contiguous() for part in torch.bmm(p, values).chunk(row.W, 1)]
+
+    pure = {"library": lambda: torch.bmm(p, values), **{f"own {v}": alone(v) for v in row.variants}}
+    return Case(row, pure, then, plan, poison, check)
+
+
+CASES = {"a2a_gemm": gather_case, "gemm_a2a": scatter_case, "batched_pv_a2a": batched_case}
+
+
+def run_row(name: str, ws: Workspace, sweep: bool) -> list[dict[str, object]]:
+    row = ROWS[name]
+    case = CASES[row.operator](row, ws)
+    candidates: dict[str, Callable[[], object]] = {f"pure {key}": call for key, call in case.pure.items()}
+    candidates["exchange, then library" if row.operator == "a2a_gemm" else "library, then exchange"] = case.then
+    limit = 4e-3
+    for variant in row.variants:
+        for tuning in row.sweep if sweep else (Tuning(),):
+            plan = case.plan(variant, tuning)
+
+            def fused(plan: Plan = plan) -> None:
+                if row.operator == "a2a_gemm":
+                    ws.meet()
+                    plan.run(stream_of())
+                else:
+                    plan.run(stream_of())
+                    ws.meet()
+
+            case.poison()
+            fused()
+            torch.cuda.synchronize()
+            ws.check()
+            wrong = case.check()
+            label = f"fused {variant} copy {tuning.copy_ctas} tail {tuning.tail_pairs} window {tuning.window}"
+            if not wrong < limit:
+                sys.exit(f"{name}: {label}: relative error {wrong:.2e} must be below {limit:.0e}; nothing was timed")
+            candidates[label] = fused
+    times = time_all(candidates)
+    best = min(time for key, time in times.items() if key.startswith("pure "))
+    operations = 2 * row.L * row.M * row.N * row.K / 1e9
+    table = [
+        {
+            "row": name, "candidate": key, "ms": round(time, 4), "tflops": round(operations / time, 1),
+            "of_pure": round(100 * best / time, 1), "of_peak": round(100 * operations / time / PEAK[row.dtype], 1),
+        }
+        for key, time in times.items()
+    ]  # fmt: skip
+    print(f"\n{name}: {row.operator} {str(row.dtype)[6:]} W={row.W} M={row.M} N={row.N} K={row.K} L={row.L}")
+    for line in table:
+        print(
+            f"  {line['candidate']:<48} {line['ms']:8.4f} ms {line['tflops']:7.1f} TFLOPS "
+            f"{line['of_pure']:6.1f} % of pure {line['of_peak']:5.1f} % of peak",
+            flush=True,
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", default=list(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--sweep", action="store_true", help="over copying CTAs and windows")
+    parser.add_argument("--json", help="also write the lines there")
+    options = parser.parse_args()
+    unknown = [name for name in options.rows if name not in ROWS]
+    if unknown:
+        parser.error(f"unknown row {unknown[0]!r}: choose from {', '.join(ROWS)}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    check_device(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, all buffers local; 2LMNK, 10 + 50, median")
+    for variant in dict.fromkeys(v for name in options.rows for v in ROWS[name].variants):
+        print(variant, asdict(shape_of(variant)))
+    ws = Workspace(None, device, 1024)
+    lines = [line for name in options.rows for line in run_row(name, ws, options.sweep)]
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(lines, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

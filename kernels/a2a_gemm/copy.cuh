@@ -1,0 +1,101 @@
+// The copying CTAs: other ranks' parts of the first operand, through shared memory, into the local buffer.
+//
+// One thread loads, one stores and publishes. Nothing here waits for another CTA, so the products that wait for the
+// copies always get them.
+#pragma once
+
+#include "plan.cuh"
+#include "ptx.cuh"
+
+namespace hf_cp {
+
+// A chunk is 64 rows of 512 bytes; tensors are described in units of two bytes.
+constexpr int kChunkRows = 64, kChunkColumns = 256, kChunkBytes = kChunkRows * kChunkColumns * 2;
+constexpr int kMaxChunkSlots = 6;
+
+// Calls `visit(block, column, row)`, relative to the block, for every chunk of an item.
+template <int kTileM, int kElementBytes, class Visit>
+__device__ __forceinline__ void for_each_chunk(KernelParams const& p, Item const& item, Visit&& visit) {
+  constexpr int kColumns = kChunkColumns * 2 / kElementBytes;
+  int const row_begin = item.row_tile * kTileM, row_end = min(row_begin + kTileM, p.m);
+  int const column_begin = p.order.group_begin[item.group], column_end = p.order.group_begin[item.group + 1];
+  for (int block = 0; block < p.block_count; ++block) {
+    Range const range = p.block_range[block];
+    int const rows_end = min(row_end, range.row + range.rows) - range.row;
+    int const columns_end = min(column_end, range.column + range.columns) - range.column;
+    for (int row = max(row_begin, range.row) - range.row; row < rows_end; row += kChunkRows) {
+      for (int column = max(column_begin, range.column) - range.column; column < columns_end; column += kColumns) {
+        visit(block, column * kElementBytes / 2, row);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void delay_at_random(uint64_t epoch, uint32_t salt) {
+  uint32_t x = (static_cast<uint32_t>(epoch) * 2654435761u) ^ (salt * 2246822519u) ^ (blockIdx.x * 3266489917u);
+  x ^= x >> 15;
+  x *= 2246822519u;
+  x ^= x >> 13;
+  if (x % 8 == 0) __nanosleep(x % 20000);
+}
+
+template <int kTileM, int kElementBytes, int kSlots>
+__device__ __forceinline__ void copy_items(
+    KernelParams const& p, uint64_t epoch, char* ring, uint64_t* full, uint64_t* empty) {
+  Order const& o = p.order;
+  int slot = 0;
+  uint32_t phase = 0;
+  auto advance = [&] {
+    if (++slot == kSlots) {
+      slot = 0;
+      phase ^= 1;
+    }
+  };
+  Item item;
+  if (threadIdx.x == 0) {
+    for (int i = blockIdx.x; item_at(o, i, item); i += o.copy_ctas) {
+      if (p.test_mode & 2) delay_at_random(epoch, i);
+      for_each_chunk<kTileM, kElementBytes>(p, item, [&](int block, int column, int row) {
+        barrier_wait(empty + slot, phase ^ 1);
+        barrier_arrive_expect(full + slot, kChunkBytes);
+        tensor_load(ring + slot * kChunkBytes, p.sources + block, full + slot, column, row, item.batch);
+        advance();
+      });
+    }
+  } else if (threadIdx.x == 32) {
+    uint64_t* finished = nullptr;
+    auto publish = [&] {
+      fence_proxy_async_global();
+      store_release_gpu(finished, epoch);
+      finished = nullptr;
+    };
+    int previous = -1;
+    for (int i = blockIdx.x; item_at(o, i, item); i += o.copy_ctas) {
+      for_each_chunk<kTileM, kElementBytes>(p, item, [&](int block, int column, int row) {
+        barrier_wait(full + slot, phase);
+        tensor_store(p.gathered + block, shared_address(ring + slot * kChunkBytes), column, row, item.batch);
+        bulk_commit();
+        if (previous >= 0) {
+          bulk_wait_read<1>();
+          barrier_arrive(empty + previous);
+        }
+        if (finished != nullptr) {
+          // The chunk just committed may be in flight; all of the item before it has been written.
+          bulk_wait<1>();
+          publish();
+        }
+        previous = slot;
+        advance();
+      });
+      finished = p.flags + flag_index(o, item.batch, item.row_tile) + item.group;
+    }
+    bulk_wait<0>();
+    if (finished != nullptr) publish();
+    fence_proxy_async_global();
+    if (count_and_wrap(p.copied_count, o.copy_ctas - 1) == static_cast<uint32_t>(o.copy_ctas - 1)) {
+      store_release_gpu(p.all_copied, epoch);
+    }
+  }
+}
+
+}  // namespace hf_cp

@@ -1,0 +1,194 @@
+"""The operators on Hopper: exchange and product in one grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .plan import CHOOSE, Block, Matrix, Segment, Tuning, make_plan, stream_of
+from .reference import TorchBackend
+from .routes import Route, copies, heads_per_rank, repeat_heads
+from .workspace import Workspace
+
+
+class FusedBackend:
+    """BF16 operators on a workspace's group; see `TorchBackend` for what they compute.
+
+    Operands that are pulled are first copied into the workspace's buffer, unless they lie there already
+    (`pull_buffer`). What was pushed lies there and is copied out, unless `copy_out` is False: then results are only
+    valid until the second call after this one, which an operator that reads them at once can use.
+
+    Args:
+        workspace: buffers and group.
+        tuning: what a launch leaves open.
+        copy_out: see above.
+    """
+
+    def __init__(self, workspace: Workspace, *, tuning: Tuning = CHOOSE, copy_out: bool = True) -> None:
+        self.workspace = workspace
+        self.world_size = workspace.world_size
+        self.tuning = tuning
+        self.copy_out = copy_out
+        self.test_mode = 0
+        self._torch = TorchBackend(workspace.group)
+
+    def exchange(self, tensors: Sequence[Tensor], heads: Sequence[int], route: Route) -> list[Tensor]:
+        """Without a product there is nothing to hide the exchange behind: one all-to-all."""
+        return self._torch.exchange(tensors, heads, route)
+
+    def _check(self, tensors: Sequence[Tensor]) -> None:
+        self.workspace.check()
+        for x in tensors:
+            if x.dtype != torch.bfloat16 or x.device != self.workspace.device:
+                raise ValueError(
+                    f"operand of dtype {x.dtype} on {x.device} must be torch.bfloat16 on {self.workspace.device}"
+                )
+
+    def a2a_gemm(
+        self, tensors: Sequence[Tensor], matrices: Sequence[Tensor], heads: Sequence[int], route: Route
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Pull what other ranks hold while the product of what is there runs."""
+        self._check([*tensors, *matrices])
+        W, r, ws = self.world_size, self.workspace.rank, self.workspace
+        B, tokens = tensors[0].shape[:2]
+        sizes = [math.prod(x.shape) * x.element_size() for x in tensors]
+        local, addresses = ws.next_half(sum(-(-size // 16) * 16 for size in sizes))
+        blocks, cuts, widths = [], [0], []
+        offset = 0
+        for x, size, count in zip(tensors, sizes, heads, strict=True):
+            local[offset : offset + size].view(x.dtype).view(x.shape).copy_(x)
+            D = x.shape[3]
+            whole = Matrix(
+                addresses[0] + offset, x.shape[2] * D, tokens, B, x.shape[2] * D * 2, tokens * x.shape[2] * D * 2
+            )
+            for peer, address in enumerate(addresses):
+                there = Matrix(address + offset, *list(vars(whole).values())[1:])
+                if route == "to_sequence":
+                    rows = tokens // W
+                    part = there.part(0, r * rows, whole.columns, rows, 2)
+                    blocks.append(Block(part, cuts[-1]))
+                    cuts.append(cuts[-1] + whole.columns)
+                else:
+                    columns = heads_per_rank(count, W) * D
+                    part = there.part(r * count // W * D, 0, columns, tokens, 2)
+                    blocks.append(Block(part, cuts[-1], peer * tokens))
+            if route == "to_sequence":
+                widths.append(W * whole.columns)
+            else:
+                widths.append(heads_per_rank(count, W) * D)
+                cuts.append(cuts[-1] + widths[-1])
+            offset += -(-size // 16) * 16
+        if route == "to_sequence":
+            matrices = [
+                m
+                if copies(count, W) == 1
+                else repeat_heads(m.unflatten(0, (count, -1)), 0, copies(count, W)).flatten(0, 1)
+                for m, count in zip(matrices, heads, strict=True)
+            ]
+        matrix = matrices[0] if len(matrices) == 1 else torch.cat(tuple(matrices))
+        rows = tokens // W if route == "to_sequence" else tokens * W
+        gathered = tensors[0].new_empty(B, rows, cuts[-1])
+        y = tensors[0].new_empty(B, rows, matrix.shape[1])
+        variant, operand = _operand(matrix)
+        plan = make_plan(
+            variant,
+            Matrix.of(gathered),
+            [operand],
+            [Segment(Matrix.of(y, "output"))],
+            blocks=blocks,
+            flags=ws.flags,
+            cuts=cuts,
+            first_column=cuts[r] if route == "to_sequence" else 0,
+            tuning=self.tuning,
+            sm_count=ws.sm_count,
+            test_mode=self.test_mode,
+        )
+        ws.meet()
+        plan.run(stream_of(ws.device))
+        parts = gathered.split(widths, dim=2)
+        return y, [part.unflatten(2, (-1, x.shape[3])) for part, x in zip(parts, tensors, strict=True)]
+
+    def gemm_a2a(
+        self, x: Tensor, matrices: Sequence[Tensor], heads: Sequence[int], head_dim: int, route: Route
+    ) -> list[Tensor]:
+        """Store every tile of the product where it belongs, at whichever rank that is."""
+        self._check([x, *matrices])
+        W, r, ws = self.world_size, self.workspace.rank, self.workspace
+        B, tokens = x.shape[:2]
+        received = tokens * W if route == "to_heads" else tokens // W
+        operands = [_operand(matrix) for matrix in matrices]
+        if len({variant for variant, _ in operands}) > 1:
+            raise ValueError("weights must all be transposed or none: their strides differ")
+        here = [heads_per_rank(count, W) * (1 if route == "to_heads" else W) for count in heads]
+        sizes = [B * received * count * head_dim * 2 for count in here]
+        local, addresses = ws.next_half(sum(sizes))
+        segments, outputs = [], []
+        offset = first = 0
+        for section, (count, mine, size) in enumerate(zip(heads, here, sizes, strict=True)):
+            width = heads_per_rank(count, W) * head_dim
+            for peer, address in enumerate(addresses):
+                there = Matrix(
+                    address + offset, mine * head_dim, received, B, mine * head_dim * 2, received * mine * head_dim * 2
+                )
+                if route == "to_heads":
+                    target = there.part(0, r * tokens, width, tokens, 2)
+                    segments.append(Segment(target, first + peer * count // W * head_dim, 0, section))
+                else:
+                    target = there.part(r * width, 0, width, received, 2)
+                    segments.append(Segment(target, first, peer * received, section))
+            outputs.append(local[offset : offset + size].view(x.dtype).view(B, received, mine, head_dim))
+            offset += size
+            first += matrices[section].shape[1]
+        rows = x if x.stride(2) == 1 else x.contiguous()
+        plan = make_plan(
+            operands[0][0],
+            Matrix.of(rows, "x"),
+            [operand for _, operand in operands],
+            segments,
+            tuning=self.tuning,
+            sm_count=ws.sm_count,
+            test_mode=self.test_mode,
+        )
+        plan.run(stream_of(ws.device))
+        ws.meet()
+        return [y.clone() for y in outputs] if self.copy_out else outputs
+
+    def batched_pv_a2a(self, p: Tensor, v: Tensor) -> Tensor:
+        """One launch an entry of the batch, one meeting for all."""
+        self._check([p, v])
+        W, r, ws = self.world_size, self.workspace.rank, self.workspace
+        B, h, S, _ = p.shape
+        D, rows = v.shape[3], S // self.world_size
+        size = B * rows * W * h * D * 2
+        local, addresses = ws.next_half(size)
+        row_stride = W * h * D * 2
+        for b in range(B):
+            segments = [
+                Segment(
+                    Matrix(address + b * rows * row_stride + r * h * D * 2, D, rows, h, row_stride, D * 2), 0, q * rows
+                )
+                for q, address in enumerate(addresses)
+            ]
+            plan = make_plan(
+                "bf16_batched",
+                Matrix.of(p[b], "p"),
+                [Matrix.of(v[b].transpose(0, 1), "v")],
+                segments,
+                tuning=self.tuning,
+                sm_count=ws.sm_count,
+                test_mode=self.test_mode,
+            )
+            plan.run(stream_of(ws.device))
+        ws.meet()
+        output = local.view(p.dtype).view(B, rows, W * h, D)
+        return output.clone() if self.copy_out else output
+
+
+def _operand(matrix: Tensor) -> tuple[str, Matrix]:
+    """The variant that reads a matrix `[K, N]` as it lies, and how it is told where."""
+    if matrix.stride(0) == 1:
+        return "bf16", Matrix.of(matrix.t(), "weight")
+    return "bf16_rows_k", Matrix.of(matrix, "weight")

@@ -1,0 +1,222 @@
+"""What the fused operators own between calls: buffers that every rank reaches, flags, and the epoch.
+
+Every operator call is one *epoch*: it has one meeting of the ranks, a kernel of one warp, before the product where
+other ranks' operands are pulled, after it where products were pushed. Buffers alternate between two halves, and that is
+why one meeting is enough: what was read or written of a half in epoch e happened before the meeting of e + 1, and the
+half is touched again in e + 2.
+
+No flag is ever reset. An epoch lives in device memory and counts up, so that a replayed CUDA graph counts as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import build
+from .plan import MAX_RANKS, Flags, Report, stream_of
+
+COPY_MISSING, RANK_MISSING = 1, 2
+
+
+class Meeting(ctypes.Structure):
+    _fields_ = [
+        ("slots", ctypes.c_uint64 * MAX_RANKS),
+        *((name, ctypes.c_uint64) for name in ["epoch", "report", "timeout_ns"]),
+        *((name, ctypes.c_int32) for name in ["ranks", "rank"]),
+    ]
+
+
+class PeerMemory:
+    """One buffer a rank, all of one size, that every rank's device can read and write.
+
+    Args:
+        local: this rank's, `uint8`.
+        addresses: of every rank's, as this process sees them.
+        keep: what holds the other ranks' memory open.
+    """
+
+    def __init__(self, local: Tensor, addresses: Sequence[int], keep: object = None) -> None:
+        self.local = local
+        self.addresses = list(addresses)
+        self._keep = keep
+
+
+Transport = Callable[[int, torch.device, "dist.ProcessGroup | None"], PeerMemory]
+
+
+def symmetric_memory(nbytes: int, device: torch.device, group: dist.ProcessGroup | None) -> PeerMemory:
+    """Through torch symmetric memory. Collective. Multicast stays off: nothing here uses it."""
+    if group is None or dist.get_world_size(group) == 1:
+        return alone(nbytes, device, group)
+    import torch.distributed._symmetric_memory as symm_mem
+
+    local = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = symm_mem.rendezvous(local, group)
+    return PeerMemory(local, handle.buffer_ptrs, handle)
+
+
+def cuda_ipc(nbytes: int, device: torch.device, group: dist.ProcessGroup | None) -> PeerMemory:
+    """Through CUDA IPC handles. Collective."""
+    if group is None or dist.get_world_size(group) == 1:
+        return alone(nbytes, device, group)
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    local = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    handles: list[tuple[Callable[..., Tensor], tuple[object, ...]] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(handles, reduce_tensor(local), group=group)
+    rank = dist.get_rank(group)
+    opened = []
+    for peer, handle in enumerate(handles):
+        assert handle is not None
+        rebuild, arguments = handle
+        opened.append(local if peer == rank else rebuild(*arguments))
+    return PeerMemory(local, [buffer.data_ptr() for buffer in opened], opened)
+
+
+def alone(nbytes: int, device: torch.device, group: dist.ProcessGroup | None) -> PeerMemory:
+    """For one rank alone."""
+    local = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return PeerMemory(local, [local.data_ptr()])
+
+
+class Workspace:
+    """Made once for a group, not per call. Collective, but for one rank alone.
+
+    Args:
+        group: the ranks, at most 8 of one host; None for one rank alone.
+        device: this rank's GPU.
+        capacity: bytes of the largest operand that is exchanged, per rank. Two buffers of that size are allocated.
+        transport: how ranks reach each other's memory: `symmetric_memory` or `cuda_ipc`.
+        timeout_s: how long a kernel waits for another rank, or for a copy, before it gives up and says so.
+        flag_count: row tiles times groups of the largest gathered operand, times its batch.
+
+    Raises:
+        BuildError: the device cannot run the kernels, or they cannot be built.
+        ValueError: more ranks than a launch takes.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        capacity: int,
+        *,
+        transport: Transport = symmetric_memory,
+        timeout_s: float = 20.0,
+        flag_count: int = 1 << 16,
+    ) -> None:
+        build.check_device(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+        world_size = 1 if group is None else dist.get_world_size(group)
+        if world_size > MAX_RANKS:
+            raise ValueError(
+                f"the group has {world_size} ranks, the fused kernels take at most {MAX_RANKS} of one host"
+            )
+        capacity = -(-capacity // 1024) * 1024
+        memory = transport(2 * capacity + 1024, device, group)
+        memory.local.zero_()
+        torch.cuda.synchronize(device)
+        if group is not None:
+            # No rank may signal before the others have cleared their slots.
+            dist.barrier(group)
+        self._start(group, device, world_size, 0 if group is None else dist.get_rank(group), memory, capacity)
+        self._allocate_flags(flag_count, timeout_s)
+
+    @classmethod
+    def local_world(
+        cls, world_size: int, device: torch.device, capacity: int, *, timeout_s: float = 20.0, flag_count: int = 1 << 16
+    ) -> list[Workspace]:
+        """Workspaces of `world_size` ranks that live on one device, in one process, for tests and measurements."""
+        capacity = -(-capacity // 1024) * 1024
+        buffers = [torch.zeros(2 * capacity + 1024, dtype=torch.uint8, device=device) for _ in range(world_size)]
+        addresses = [buffer.data_ptr() for buffer in buffers]
+        torch.cuda.synchronize(device)
+        made = []
+        for rank, buffer in enumerate(buffers):
+            workspace = cls.__new__(cls)
+            workspace._start(None, device, world_size, rank, PeerMemory(buffer, addresses, buffers), capacity)
+            workspace._allocate_flags(flag_count, timeout_s)
+            made.append(workspace)
+        return made
+
+    def _start(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        world_size: int,
+        rank: int,
+        memory: PeerMemory,
+        capacity: int,
+    ) -> None:
+        self.group, self.device, self.world_size, self.rank = group, device, world_size, rank
+        self.capacity = capacity
+        self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+        self._memory = memory
+        self._half = 0
+        self._meet = build.load("ranks")
+        assert self._meet.hf_cp_meeting_bytes() == ctypes.sizeof(Meeting), "workspace.py and ranks.cu disagree"
+        self._meet.hf_cp_meet.argtypes = [ctypes.POINTER(Meeting), ctypes.c_void_p]
+
+    def _allocate_flags(self, flag_count: int, timeout_s: float) -> None:
+        # Epoch, flag for all, counter, then the flags.
+        self._state = torch.zeros(3 + flag_count, dtype=torch.int64, device=self.device)
+        self._report = torch.zeros(5, dtype=torch.int64).pin_memory()
+        base = self._state.data_ptr()
+        timeout_ns = int(timeout_s * 1e9)
+        self.flags = Flags(base, base + 24, base + 8, base + 16, self._report.data_ptr(), flag_count, timeout_ns)
+        slots = [address + 2 * self.capacity for address in self._memory.addresses]
+        self._meeting = Meeting(
+            (ctypes.c_uint64 * MAX_RANKS)(*slots), base, self._report.data_ptr(), self.flags.timeout_ns,
+            self.world_size, self.rank,
+        )  # fmt: skip
+        torch.cuda.synchronize(self.device)
+
+    @property
+    def epoch(self) -> int:
+        """Meetings that have happened; waits for the device."""
+        return int(self._state[0].item())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Continue from another epoch, on every rank alike and while nothing runs: for tests near 2^32."""
+        self._state[0] = epoch
+        torch.cuda.synchronize(self.device)
+
+    def next_half(self, nbytes: int) -> tuple[Tensor, list[int]]:
+        """The buffer of this epoch: this rank's bytes, and the address of every rank's.
+
+        Raises:
+            ValueError: more bytes than the workspace was made for.
+        """
+        if nbytes > self.capacity:
+            raise ValueError(f"the operand has {nbytes} bytes, the workspace was made for capacity={self.capacity}")
+        start = self._half * self.capacity
+        self._half ^= 1
+        return self._memory.local[start : start + nbytes], [address + start for address in self._memory.addresses]
+
+    def meet(self) -> None:
+        """Enqueue the meeting of the ranks on the current stream."""
+        code = self._meet.hf_cp_meet(ctypes.byref(self._meeting), ctypes.c_void_p(stream_of(self.device)))
+        if code:
+            raise RuntimeError(f"the meeting of the ranks could not be launched (CUDA error {code})")
+
+    def check(self) -> None:
+        """Raise if a kernel that has run gave up waiting; does not wait for those that have not.
+
+        Raises:
+            RuntimeError: who waited for whom, with the epoch expected and the one seen.
+        """
+        report = Report.from_address(self._report.data_ptr())
+        if report.kind == RANK_MISSING:
+            raise RuntimeError(
+                f"rank {report.rank} waited more than {self.flags.timeout_ns / 1e9:g} s for rank {report.place}: "
+                f"expected epoch {report.expected}, saw {report.seen}"
+            )
+        if report.kind == COPY_MISSING:
+            raise RuntimeError(
+                f"rank {self.rank} waited more than {self.flags.timeout_ns / 1e9:g} s for flag {report.place} of its "
+                f"copies: expected epoch {report.expected}, saw {report.seen}"
+            )

@@ -1,0 +1,265 @@
+"""The fused kernels on one GPU: every rank's buffers are local, each rank launches on its own stream.
+
+That the ranks share the GPU's multiprocessors makes the order in which they run arbitrary, which is what the protocol
+has to stand. What a link between GPUs adds is not seen here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_cp.kernels.a2a_gemm.fused import FusedBackend
+from hf_cp.kernels.a2a_gemm.plan import Block, Matrix, Segment, Tuning, make_plan, stream_of
+from hf_cp.kernels.a2a_gemm.routes import heads_per_rank
+from hf_cp.kernels.a2a_gemm.workspace import Workspace
+
+pytestmark = pytest.mark.gpu(1)
+BF16 = torch.bfloat16
+# One rounding to BF16 of an fp32 sum is 2^-9 at most, about 1.7e-3 in the norm; the order of the sum adds little.
+LIMIT = 2.5e-3
+
+
+class Ranks:
+    """The ranks of one device: a backend and a stream each."""
+
+    def __init__(self, world_size: int, capacity: int = 1 << 24) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.W = world_size
+        # All of them have to fit on the device at once, beside the meetings.
+        ctas = torch.cuda.get_device_properties(device).multi_processor_count // world_size // 2 * 2
+        tuning = Tuning(copy_ctas=4 if ctas >= 16 else 2, ctas=max(ctas - 2, 4))
+        self.workspaces = Workspace.local_world(world_size, device, capacity, timeout_s=5.0)
+        self.backends = [FusedBackend(workspace, tuning=tuning) for workspace in self.workspaces]
+        self.streams = [torch.cuda.Stream(device) for _ in range(world_size)]
+
+    def run(self, call: Callable[[int, FusedBackend], object]) -> list[object]:
+        """`call(rank, backend)` on every rank's stream; waits for all."""
+        torch.cuda.synchronize()
+        results = []
+        for rank, (backend, stream) in enumerate(zip(self.backends, self.streams, strict=True)):
+            with torch.cuda.stream(stream):
+                results.append(call(rank, backend))
+        torch.cuda.synchronize()
+        for workspace in self.workspaces:
+            workspace.check()
+        return results
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4, 8])
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    return Ranks(request.param)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda").to(BF16)
+
+
+def error(x: Tensor, want: Tensor) -> float:
+    difference = ((x.float() - want.float()).norm() / want.float().norm()).item()
+    return difference if math.isfinite(difference) else math.inf
+
+
+def to_sequence(parts: list[Tensor]) -> list[Tensor]:
+    """`[B, S, h, D]` of each rank to `[B, Sl, W*h, D]` of each rank, by indices alone."""
+    W = len(parts)
+    return [torch.cat([part.chunk(W, 1)[r] for part in parts], 2) for r in range(W)]
+
+
+def to_heads(parts: list[Tensor], heads: int) -> list[Tensor]:
+    """`[B, Sl, H, D]` of each rank to `[B, S, h, D]` of each rank, copies included."""
+    W, h = len(parts), heads_per_rank(heads, len(parts))
+    starts = [r * heads // W for r in range(W)]
+    return [torch.cat([part[:, :, start : start + h] for part in parts], 1) for start in starts]
+
+
+# Tokens of a rank, heads of a rank, head dim: ragged rows, K groups that are no multiple of the tile, a batch.
+SHAPES = [(1, 200, 3, 72), (2, 130, 2, 64), (2, 64, 1, 128), (1, 37, 5, 40)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a2a_gemm_to_sequence(ranks: Ranks, shape: tuple[int, int, int, int], transposed: bool) -> None:
+    B, Sl, h, D = shape
+    W, N = ranks.W, 328
+    x = [draw(B, W * Sl, h, D) for _ in range(W)]
+    matrix = draw(W * h * D, N) if transposed else draw(N, W * h * D).t()
+    gathered = to_sequence(x)
+    for rank, (y, (a,)) in enumerate(ranks.run(lambda r, b: b.a2a_gemm([x[r]], [matrix], [W * h], "to_sequence"))):  # pyright: ignore[reportGeneralTypeIssues]
+        assert torch.equal(a, gathered[rank]), rank
+        assert error(y, gathered[rank].flatten(2).float() @ matrix.float()) < LIMIT, rank
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a2a_gemm_to_heads(ranks: Ranks, shape: tuple[int, int, int, int]) -> None:
+    B, Sl, h, D = shape
+    W, N = ranks.W, 328
+    x = [draw(B, Sl, W * h, D) for _ in range(W)]
+    matrix = draw(N, h * D).t()
+    gathered = to_heads(x, W * h)
+    for rank, (y, (a,)) in enumerate(ranks.run(lambda r, b: b.a2a_gemm([x[r]], [matrix], [W * h], "to_heads"))):  # pyright: ignore[reportGeneralTypeIssues]
+        assert torch.equal(a, gathered[rank]), rank
+        assert error(y, gathered[rank].flatten(2).float() @ matrix.float()) < LIMIT, rank
+
+
+def test_a2a_gemm_sums_the_copies_of_a_head(ranks: Ranks) -> None:
+    B, Sl, D, N = 1, 96, 64, 200
+    W = ranks.W
+    heads = [2 * W, 1, 1]
+    x = [[draw(B, W * Sl, heads_per_rank(H, W), D) for H in heads] for _ in range(W)]
+    matrices = [draw(H * D, N) for H in heads]
+    results = ranks.run(lambda r, b: b.a2a_gemm(x[r], matrices, heads, "to_sequence"))
+    for rank, (y, gathered) in enumerate(results):  # pyright: ignore[reportGeneralTypeIssues]
+        want = torch.zeros(B, Sl, N, device="cuda")
+        for i, H in enumerate(heads):
+            part = to_sequence([one[i] for one in x])[rank]
+            assert torch.equal(gathered[i], part), (rank, i)
+            summed = part.float().unflatten(2, (H, -1)).sum(3).flatten(2)
+            want += summed @ matrices[i].float()
+        assert error(y, want) < LIMIT, rank
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gemm_a2a_to_heads(ranks: Ranks, shape: tuple[int, int, int, int], transposed: bool) -> None:
+    B, Sl, h, D = shape
+    W, C = ranks.W, 264
+    heads = [W * h, 1, max(W // 2, 1)]
+    x = [draw(B, Sl, C) for _ in range(W)]
+    matrices = [draw(C, H * D) if transposed else draw(H * D, C).t() for H in heads]
+    results = ranks.run(lambda r, b: b.gemm_a2a(x[r], matrices, heads, D, "to_heads"))
+    for i, H in enumerate(heads):
+        want = to_heads([(one.float() @ matrices[i].float()).unflatten(2, (H, D)) for one in x], H)
+        for rank in range(W):
+            assert error(results[rank][i], want[rank]) < LIMIT, (rank, i)  # pyright: ignore[reportIndexIssue]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gemm_a2a_to_sequence(ranks: Ranks, shape: tuple[int, int, int, int]) -> None:
+    B, Sl, h, D = shape
+    W, C = ranks.W, 264
+    x = [draw(B, W * Sl, C) for _ in range(W)]
+    weights = [[draw(h * D, C), draw(D, C)] for _ in range(W)]
+    results = ranks.run(lambda r, b: b.gemm_a2a(x[r], [w.t() for w in weights[r]], [W * h, W], D, "to_sequence"))
+    for i in range(2):
+        parts = [(one.float() @ w[i].float().t()).unflatten(2, (-1, D)) for one, w in zip(x, weights, strict=True)]
+        for rank, want in enumerate(to_sequence(parts)):
+            assert error(results[rank][i], want) < LIMIT, (rank, i)  # pyright: ignore[reportIndexIssue]
+
+
+@pytest.mark.parametrize(("Sl", "h", "hkv", "D"), [(72, 4, 2, 128), (128, 2, 1, 64), (40, 3, 3, 136)])
+def test_batched_pv(ranks: Ranks, Sl: int, h: int, hkv: int, D: int) -> None:
+    W, B = ranks.W, 2
+    S = W * Sl
+    p, v = [draw(B, h, S, S) for _ in range(W)], [draw(B, S, hkv, D) for _ in range(W)]
+    parts = [
+        (a.float() @ b.float().repeat_interleave(h // hkv, 2).transpose(1, 2)).transpose(1, 2)
+        for a, b in zip(p, v, strict=True)
+    ]
+    results = ranks.run(lambda r, b: b.batched_pv_a2a(p[r], v[r]))
+    for rank, want in enumerate(to_sequence(parts)):
+        assert error(results[rank], want) < LIMIT, rank  # pyright: ignore[reportArgumentType]
+
+
+def poisoned_epochs(epochs: int, test_mode: int, start: int = 0) -> list[int]:
+    """Epochs of `a2a_gemm` on poisoned memory that came out wrong, W = 4 local ranks' operands in one launch."""
+    W, M, N, width = 4, 520, 512, 520
+    device = torch.device("cuda", torch.cuda.current_device())
+    workspace = Workspace(None, device, 1024, timeout_s=5.0)
+    workspace.set_epoch(start)
+    if start:
+        workspace._memory.local.view(torch.int64)[-128:] = start
+    a, d, b = (
+        torch.empty(M, W * width, device="cuda", dtype=BF16),
+        torch.empty(M, N, device="cuda", dtype=BF16),
+        draw(N, W * width),
+    )
+    parts = [torch.empty(M, width, device="cuda", dtype=BF16) for _ in range(W)]
+    plans = [
+        make_plan(
+            "bf16", Matrix.of(a), [Matrix.of(b)], [Segment(Matrix.of(d))],
+            blocks=[Block(Matrix.of(part), i * width) for i, part in enumerate(parts)],
+            cuts=[i * width for i in range(W + 1)], first_column=width * (turn % W), flags=workspace.flags,
+            tuning=Tuning(copy_ctas=copy_ctas, tail_pairs=tail), test_mode=test_mode,
+        )
+        for turn, (copy_ctas, tail) in enumerate([(2, 0), (8, 2), (12, 6), (4, 1)])
+    ]  # fmt: skip
+    wrong = []
+    for epoch in range(epochs):
+        for part in parts:
+            part.normal_()
+        a.fill_(float("nan"))
+        d.fill_(float("nan"))
+        workspace.meet()
+        plans[epoch % len(plans)].run(stream_of())
+        whole = torch.cat(parts, 1)
+        if not error(d, whole @ b.t()) < 4e-3 or not torch.equal(a, whole):
+            wrong.append(epoch)
+    workspace.check()
+    assert workspace.epoch == start + epochs
+    return wrong
+
+
+def test_poisoned_memory_is_never_read() -> None:
+    assert poisoned_epochs(100, test_mode=0) == []
+    assert poisoned_epochs(100, test_mode=2) == []
+
+
+def test_without_the_wait_poison_is_read() -> None:
+    """The control of the test above: it must be able to fail."""
+    assert len(poisoned_epochs(20, test_mode=3)) > 10
+
+
+def test_epochs_pass_two_to_the_32() -> None:
+    assert poisoned_epochs(8, test_mode=0, start=2**32 - 4) == []
+
+
+def test_graph_replays_count_epochs() -> None:
+    W, M, N, width = 2, 256, 256, 256
+    workspace = Workspace(None, torch.device("cuda", torch.cuda.current_device()), 1024, timeout_s=5.0)
+    a, d, b = (
+        torch.empty(M, W * width, device="cuda", dtype=BF16),
+        torch.empty(M, N, device="cuda", dtype=BF16),
+        draw(N, W * width),
+    )
+    parts = [draw(M, width) for _ in range(W)]
+    plan = make_plan(
+        "bf16", Matrix.of(a), [Matrix.of(b)], [Segment(Matrix.of(d))],
+        blocks=[Block(Matrix.of(part), i * width) for i, part in enumerate(parts)],
+        cuts=[0, width, 2 * width], flags=workspace.flags,
+    )  # fmt: skip
+    graph = torch.cuda.CUDAGraph()
+    workspace.meet()
+    plan.run(stream_of())
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        workspace.meet()
+        plan.run(stream_of())
+    for _ in range(5):
+        for part in parts:
+            part.normal_()
+        a.fill_(float("nan"))
+        graph.replay()
+        assert error(d, torch.cat(parts, 1) @ b.t()) < 4e-3
+    workspace.check()
+    assert workspace.epoch == 6
+
+
+def test_a_grid_that_does_not_fit_is_refused() -> None:
+    x, b, d = draw(256, 256), draw(256, 256), draw(256, 256)
+    with pytest.raises(ValueError, match=r"ctas=4096 cannot be resident together: this device takes \d+ clusters"):
+        make_plan("bf16", Matrix.of(x), [Matrix.of(b)], [Segment(Matrix.of(d))], tuning=Tuning(ctas=4096))
+    with pytest.raises(ValueError, match="multiples of the cluster size 2"):
+        make_plan("bf16", Matrix.of(x), [Matrix.of(b)], [Segment(Matrix.of(d))], tuning=Tuning(ctas=31))
+
+
+def test_a_rank_that_never_arrives_is_reported() -> None:
+    workspace = Workspace.local_world(2, torch.device("cuda", torch.cuda.current_device()), 1024, timeout_s=0.05)[1]
+    workspace.meet()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match=r"rank 1 waited more than 0.05 s for rank 0: expected epoch 1, saw 0"):
+        workspace.check()
