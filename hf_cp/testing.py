@@ -389,6 +389,7 @@ _HEAVY_MODULES = (
     "transformers.models.qwen3_next.modeling_qwen3_next",
     "transformers.trainer",
     "accelerate",
+    "peft",
 )
 # Time that the other ranks get to finish, or to be shown where they wait, once one has failed.
 _GRACE_SECONDS = 3.0
