@@ -15,7 +15,7 @@ from . import plugin
 from .class_swap import is_patched, stock_class, swap_in, swap_out
 from .collectives import all_reduce_
 from .config import PatchConfig
-from .kernels.gdn import get_backend
+from .kernels.gdn.backend import check_served
 from .mesh import CpMesh
 from .models.common import (
     attention,
@@ -24,6 +24,7 @@ from .models.common import (
     gated_delta_net,
     lm_head,
     multimodal,
+    out_proj,
     text_model,
 )
 from .models.common.family import Family
@@ -67,7 +68,7 @@ def patch(
             that the group does not divide; one line that names field, value and remedy.
     """
     config = PatchConfig(linear_mode, attention_mode, gdn_backend, projection_backend)
-    get_backend(config.gdn_backend)
+    check_served(config.gdn_backend)
     mesh = CpMesh.from_group(cp_group)
     targets = list(_targets(model))
     for root, family in targets:
@@ -75,6 +76,7 @@ def patch(
         if existing is not None and existing.config != config:
             raise ValueError(f"model is already patched with {existing.config}: call hf_cp.unpatch(model) first")
         _check_layers(root, family)
+        _check_kernels(root, config)
         if cp_group is not None:
             check_group(root, config, mesh)
     for root, family in targets:
@@ -167,6 +169,19 @@ def _check_layers(root: nn.Module, family: Family) -> None:
             )
 
 
+def _check_kernels(root: Any, config: PatchConfig) -> None:
+    """Raise where the model's sizes or dtype are not served by the kernels that were chosen."""
+    text_config = root.config.get_text_config()
+    if "linear_attention" in text_config.layer_types[: text_config.num_hidden_layers]:
+        check_served(
+            config.gdn_backend,
+            key_dim=text_config.linear_key_head_dim,
+            value_dim=text_config.linear_value_head_dim,
+            taps=text_config.linear_conv_kernel_dim,
+            dtype=root.dtype,
+        )
+
+
 def _patch_root(root: nn.Module, family: Family, config: PatchConfig) -> None:
     text_config: Any = root.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     state = patch_state(root) or PatchState(config, CpMesh.single(), max(1, text_config.linear_conv_kernel_dim - 1))
@@ -191,4 +206,7 @@ def _patch_root(root: nn.Module, family: Family, config: PatchConfig) -> None:
         elif stock is family.attention:
             swap_in(module, None, shared | {"config": attention.CONFIG_PROPERTY})
         elif stock is family.gated_delta_net:
-            swap_in(module, gated_delta_net.forward, shared)
+            swap_in(module, gated_delta_net.forward, shared | {"hf_cp_gdn_backend": config.gdn_backend})
+            projection: Any = module.out_proj
+            if stock_class(projection) is nn.Linear:
+                swap_in(projection, out_proj.forward, {})

@@ -9,15 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_cp.kernels.gdn import backend as backend_module
-from hf_cp.kernels.gdn import (
-    chunk_gated_delta_rule,
-    eager,
-    get_backend,
-    is_available,
-    recurrent_gated_delta_rule,
-    unavailable_reason,
-)
+from hf_cp.kernels.gdn import chunk_gated_delta_rule, eager, recurrent_gated_delta_rule
 
 NAMES = ("q", "k", "v", "g", "beta")
 GRAD_NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
@@ -385,18 +377,3 @@ def test_operator_rejects_packed_batch():
     x = case(4)
     with pytest.raises(ValueError, match="batch size 2"):
         chunk_gated_delta_rule(*(x[name] for name in NAMES), cu_seqlens=torch.tensor([0, 4]))
-
-
-def test_backends(monkeypatch: pytest.MonkeyPatch):
-    assert get_backend("eager") is eager
-    assert is_available("eager")
-    assert unavailable_reason("eager") is None
-    with pytest.raises(ValueError, match="is unknown"):
-        is_available("cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(backend_module, "find_spec", lambda name: object())
-    with pytest.raises(ValueError, match=r'"triton" cannot run: PyTorch sees no CUDA GPU; pass gdn_backend="eager"'):
-        get_backend("triton")
-    monkeypatch.setattr(backend_module, "find_spec", lambda name: None)
-    assert unavailable_reason("triton") == "Triton is not installed"
-    assert not is_available("triton")

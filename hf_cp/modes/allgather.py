@@ -6,8 +6,6 @@ rank waits for another's fold, at the price of ``cp_size`` times the bytes of on
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from ..collectives import start_gather_states
@@ -15,7 +13,7 @@ from ..context import CpContext
 from . import state_passing
 
 
-def start(inputs: state_passing.SpanInputs, cp: CpContext) -> Callable[[], torch.Tensor]:
+def start(inputs: state_passing.SpanInputs, cp: CpContext) -> state_passing.Finish:
     """Start the all-gather of the summaries; call the result for the output ``[B, L, HV, V]``."""
 
     def exchange(M: torch.Tensor | None, h: torch.Tensor, *, reverse: bool, accept: bool) -> state_passing.Pending:

@@ -6,8 +6,6 @@ way. The size does not depend on the sequence length, and any number of heads an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from ..collectives import start_state_chain
@@ -15,7 +13,7 @@ from ..context import CpContext
 from . import state_passing
 
 
-def start(inputs: state_passing.SpanInputs, cp: CpContext) -> Callable[[], torch.Tensor]:
+def start(inputs: state_passing.SpanInputs, cp: CpContext) -> state_passing.Finish:
     """Start the state chain; call the result for the output ``[B, L, HV, V]``."""
 
     def exchange(M: torch.Tensor | None, h: torch.Tensor, *, reverse: bool, accept: bool) -> state_passing.Pending:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ..context import CpContext
-from ..kernels.gdn import get_backend
+from ..kernels.gdn import chunk_gated_delta_rule, get_backend
 from ..layout import LocalDocuments
 
 
@@ -43,23 +44,42 @@ class SpanInputs(NamedTuple):
     beta: torch.Tensor
 
 
-def start(inputs: SpanInputs, cp: CpContext, exchange: Exchange) -> Callable[[], torch.Tensor]:
+class Finish(Protocol):
+    """Finishes what a mode has started.
+
+    ``between`` is called where the output exists and its gradient's exchange is not yet tied to it: the backward of
+    what is recorded there runs while that exchange is under way.
+
+    Returns:
+        The output of the delta rule, ``[B, L, HV, V]``.
+    """
+
+    def __call__(self, between: Callable[[], None]) -> torch.Tensor: ...
+
+
+def whole_rule(inputs: SpanInputs, cp: CpContext) -> torch.Tensor:
+    """The delta rule where this rank holds all tokens of the heads it has: no state crosses a rank edge."""
+    output, _ = chunk_gated_delta_rule(
+        *inputs, use_qk_l2norm_in_kernel=True, cu_seqlens=cp.cu_seqlens, backend=cp.config.gdn_backend
+    )
+    return output
+
+
+def start(inputs: SpanInputs, cp: CpContext, exchange: Exchange) -> Finish:
     """Summarise this rank's span and start the exchange; the returned function finishes the layer's delta rule.
 
     What does not need the state can run between the two calls.
-
-    Returns:
-        A function without arguments that gives the output ``[B, L, HV, V]``.
     """
-    pending, M = None, None
-    if cp.mesh.cp_size > 1:
-        with torch.no_grad():
-            M, h = _summary(inputs, cp)
-            pending = exchange(M, h, reverse=False, accept=cp.documents.continues_from_previous)
+    with torch.no_grad():
+        M, h = _summary(inputs, cp)
+        pending = exchange(M, h, reverse=False, accept=cp.documents.continues_from_previous)
 
-    def finish() -> torch.Tensor:
-        incoming = None if pending is None else pending.wait()
-        output = _StatefulSpan.apply(*inputs, incoming, M, cp, exchange)
+    def finish(between: Callable[[], None]) -> torch.Tensor:
+        flight = _Flight()
+        output = _StatefulSpan.apply(*inputs, pending.wait(), M, cp, flight)
+        between()
+        q, k, _, g, beta = inputs
+        output = _GradientExchange.apply(output, q, k, g, beta, M, cp, exchange, flight)
         assert isinstance(output, torch.Tensor)
         return output
 
@@ -90,6 +110,12 @@ def _zero_state(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=like.device)
 
 
+class _Flight:
+    """The gradient of the final state, on its way from the node that asks for it to the node that uses it."""
+
+    pending: Pending | None = None
+
+
 class _StatefulSpan(torch.autograd.Function):
     """The delta rule over this rank's tokens, from the state that the previous rank hands over.
 
@@ -103,13 +129,12 @@ class _StatefulSpan(torch.autograd.Function):
     output         ``[B, L, HV, V]``       ``do``
     =============  ======================  ==========================================
 
-    Backward computes ``dh`` from ``do``, exchanges ``dS_in = M^T dS_out + dh`` in the other direction, and runs the
-    local backward with the ``dS_out`` that arrives. Saved: the inputs, the incoming state and M, so nothing is longer
-    than the local sequence.
+    Backward runs the local backward with the ``dS_out`` that `_GradientExchange` asked for. Saved: the inputs and the
+    incoming state, so nothing is longer than the local sequence.
     """
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, g, beta, incoming, M, cp: CpContext, exchange: Exchange):
+    def forward(ctx: Any, q, k, v, g, beta, incoming, M, cp: CpContext, flight: _Flight):
         documents = cp.documents
         initial_state = None
         if documents.continues_from_previous:
@@ -125,28 +150,22 @@ class _StatefulSpan(torch.autograd.Function):
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=documents.cu_seqlens,
         )
-        ctx.save_for_backward(q, k, v, g, beta, initial_state, M)
-        ctx.cp, ctx.exchange = cp, exchange
+        ctx.save_for_backward(q, k, v, g, beta, initial_state)
+        ctx.cp, ctx.flight = cp, flight
         return output
 
     @staticmethod
-    def backward(ctx: Any, do):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, g, beta, initial_state, M = ctx.saved_tensors
-        cp, documents = ctx.cp, ctx.cp.documents
-        backend = get_backend(cp.config.gdn_backend)
-        scale = q.shape[-1] ** -0.5
+    @once_differentiable
+    def backward(ctx: Any, do):
+        q, k, v, g, beta, initial_state = ctx.saved_tensors
+        documents, flight = ctx.cp.documents, ctx.flight
+        assert flight.pending is not None, "_GradientExchange.backward runs first: its input is this node's output"
+        pending, flight.pending = flight.pending, None
+        outgoing = pending.wait()
         final_gradient = None
-        if cp.mesh.cp_size > 1:
-            if documents.continues_from_previous:
-                stop = documents.bounds[1]
-                span = [x[:, :stop] for x in (q, k, g, beta, do)]
-                dh = backend.backward_state(*span, scale=scale, use_qk_l2norm_in_kernel=True)
-            else:
-                dh = _zero_state(v, (q.shape[0], v.shape[2], q.shape[-1], v.shape[-1]))
-            outgoing = ctx.exchange(M, dh, reverse=True, accept=documents.continues_into_next).wait()
-            if documents.continues_into_next:
-                final_gradient = torch.cat([_others(outgoing, documents), outgoing])
-        dq, dk, dv, dg, dbeta, _ = backend.backward(
+        if documents.continues_into_next:
+            final_gradient = torch.cat([_others(outgoing, documents), outgoing])
+        dq, dk, dv, dg, dbeta, _ = get_backend(ctx.cp.config.gdn_backend).backward(
             q,
             k,
             v,
@@ -155,8 +174,44 @@ class _StatefulSpan(torch.autograd.Function):
             initial_state,
             do,
             final_gradient,
-            scale=scale,
+            scale=q.shape[-1] ** -0.5,
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=documents.cu_seqlens,
         )
         return dq, dk, dv, dg, dbeta, None, None, None, None
+
+
+class _GradientExchange(torch.autograd.Function):
+    """Identity of the output; its backward starts the exchange of the state's gradient.
+
+    =============  ======================  ==========================================
+    on each rank   forward                 backward
+    =============  ======================  ==========================================
+    output         ``[B, L, HV, V]``       ``do``, passed on
+    =============  ======================  ==========================================
+
+    Backward computes ``dh`` from ``do`` and starts ``dS_in = M^T dS_out + dh`` in the other direction. Saved: q, k, g,
+    beta, as in `_StatefulSpan`, and M.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output, q, k, g, beta, M, cp: CpContext, exchange: Exchange, flight: _Flight):
+        ctx.save_for_backward(q, k, g, beta, M)
+        ctx.cp, ctx.exchange, ctx.flight = cp, exchange, flight
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do):
+        q, k, g, beta, M = ctx.saved_tensors
+        documents = ctx.cp.documents
+        if documents.continues_from_previous:
+            stop = documents.bounds[1]
+            span = [x[:, :stop] for x in (q, k, g, beta, do)]
+            dh = get_backend(ctx.cp.config.gdn_backend).backward_state(
+                *span, scale=q.shape[-1] ** -0.5, use_qk_l2norm_in_kernel=True
+            )
+        else:
+            dh = _zero_state(do, (q.shape[0], do.shape[2], q.shape[-1], do.shape[-1]))
+        ctx.flight.pending = ctx.exchange(M, dh, reverse=True, accept=documents.continues_into_next)
+        return do, None, None, None, None, None, None, None, None

@@ -10,31 +10,19 @@ from collections.abc import Callable
 
 import torch
 
-from ..collectives import exchange_heads_to_sequence, exchange_sequence_to_heads
+from ..collectives import start_exchange_heads_to_sequence, start_exchange_sequence_to_heads
 from ..context import CpContext
-from ..kernels.gdn import chunk_gated_delta_rule
-from .state_passing import SpanInputs
+from .state_passing import Finish, SpanInputs, whole_rule
 
 
-def start(inputs: SpanInputs, cp: CpContext) -> Callable[[], torch.Tensor]:
-    """Exchange sequence for heads; call the result for the output ``[B, L, HV, V]``."""
-    q, k, v, g, beta = inputs
-    if cp.mesh.cp_size > 1:
-        q, k, v, g, beta = exchange_sequence_to_heads([q, k, v, g, beta], cp.mesh)
+def start(inputs: SpanInputs, cp: CpContext) -> Finish:
+    """Start the exchange of sequence for heads; call the result for the output ``[B, L, HV, V]``."""
+    pending = start_exchange_sequence_to_heads(inputs, cp.mesh)
 
-    def finish() -> torch.Tensor:
-        output, _ = chunk_gated_delta_rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=cp.cu_seqlens,
-            backend=cp.config.gdn_backend,
-        )
-        if cp.mesh.cp_size > 1:
-            output = exchange_heads_to_sequence(output, cp.mesh)
-        return output
+    def finish(between: Callable[[], None]) -> torch.Tensor:
+        output = whole_rule(SpanInputs(*pending.wait()), cp)
+        sent = start_exchange_heads_to_sequence(output, cp.mesh)
+        between()
+        return sent.wait()
 
     return finish

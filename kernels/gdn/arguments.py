@@ -43,6 +43,31 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int) -> None:
         raise ValueError(f"cu_seqlens is given with batch size {batch}: pack the documents into one row (B = 1)")
 
 
+def check_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    halo: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    activation: str | None,
+) -> None:
+    """Checks the arguments of the causal convolution, from metadata alone (never waits for a device).
+
+    Args:
+        x: [B, T, D]. weight: [D, k]. halo: [B, k-1, D] or None. cu_seqlens: [N+1] or None. activation: "silu" or None.
+    Raises:
+        ValueError: names the field, its value and the remedy.
+    """
+    if activation not in ("silu", None):
+        raise ValueError(f'activation={activation!r} is unknown: pass "silu" or None')
+    if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] == 0:
+        raise ValueError(f"x has shape {list(x.shape)}, weight {list(weight.shape)}: pass [B, T, D] and [D, k]")
+    expected = [x.shape[0], weight.shape[1] - 1, x.shape[2]]
+    if halo is not None and list(halo.shape) != expected:
+        raise ValueError(f"halo has shape {list(halo.shape)}: pass [B, k - 1, D] = {expected}, or None")
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, x.shape[0])
+
+
 def check_arguments(
     q: torch.Tensor,
     k: torch.Tensor,

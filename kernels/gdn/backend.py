@@ -2,14 +2,21 @@
 
 import functools
 import importlib
+import logging
+import os
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 # A backend is a module of this package with the functions of `Stages`; it is imported when first asked for.
 _MODULES = {"eager": "eager", "triton": "triton_stages"}
+# What the Triton kernels serve.
+OLDEST_TRITON = (3, 6)
+DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_TAPS = 4
 
 
 class Stages(Protocol):
@@ -71,37 +78,116 @@ class Stages(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
-def unavailable_reason(name: str) -> str | None:
-    """Why backend `name` cannot run here; None if it can.
+def check_known(name: str) -> None:
+    """Refuses a name that no backend has.
 
     Raises:
-        ValueError: no backend has this name.
+        ValueError: names the backends.
     """
     if name not in _MODULES:
         valid = ", ".join(f'"{valid}"' for valid in _MODULES)
         raise ValueError(f"gdn_backend={name!r} is unknown: pass one of {valid}")
-    if name == "triton":
-        if find_spec("triton") is None:
-            return "Triton is not installed"
-        if not torch.cuda.is_available():
-            return "PyTorch sees no CUDA GPU"
-        capability = torch.cuda.get_device_capability()
-        if capability[0] != 9:
-            return (
-                f"the GPU has compute capability {capability[0]}.{capability[1]}, the Triton stages need 9.0 (Hopper)"
-            )
-        if tuple(map(int, version("triton").split(".")[:2])) < (3, 6):
-            return f"Triton {version('triton')} is older than 3.6"
+
+
+@functools.cache
+def _absent_reason(name: str) -> str | None:
+    """Why backend `name` cannot run in this process, whatever it is given; None if it can."""
+    check_known(name)
+    if name != "triton":
+        return None
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if tuple(map(int, version("triton").split(".")[:2])) < OLDEST_TRITON:
+        return f"Triton {version('triton')} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    if interprets():
+        return None
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA GPU"
+    capability = torch.cuda.get_device_capability()
+    if capability[0] != 9:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, the Triton stages need 9.0 (Hopper)"
     return None
 
 
-def is_available(name: str) -> bool:
-    """Whether backend `name` can run here; `unavailable_reason` says why not.
+def interprets() -> bool:
+    """Whether Triton runs its kernels in its interpreter, on the CPU: a tool for tests, very slow."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def unavailable_reason(
+    name: str,
+    *,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    taps: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> str | None:
+    """Why backend `name` cannot run here, or cannot serve what is asked; None if it can. What is None is not asked.
+
+    Args:
+        key_dim, value_dim: K and V of a head. taps: k of the convolution. dtype: of the inputs. device: they are on.
+    Raises:
+        ValueError: no backend has this name.
+    """
+    reason = _absent_reason(name)
+    if reason is not None or name != "triton":
+        return reason
+    for field, dim in (("K", key_dim), ("V", value_dim)):
+        if dim is not None and dim not in DIMS:
+            return f"head dim {field}={dim} is not one of {', '.join(map(str, DIMS))}"
+    if taps is not None and taps > MAX_TAPS:
+        return f"a convolution over {taps} tokens is wider than {MAX_TAPS}"
+    if dtype is not None and dtype not in DTYPES:
+        return f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}"
+    if interprets():
+        # Its products of bfloat16 are wrong.
+        return f"Triton's interpreter does not compute in {dtype}" if dtype not in (None, torch.float32) else None
+    if device is not None and device.type != "cuda":
+        return f"the tensors are on {device}, not on a CUDA GPU"
+    return None
+
+
+def is_available(
+    name: str,
+    *,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    taps: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> bool:
+    """Whether backend `name` can run here and serves what is asked; `unavailable_reason` says why not.
 
     Raises:
         ValueError: no backend has this name.
     """
-    return unavailable_reason(name) is None
+    asked: Any = {"key_dim": key_dim, "value_dim": value_dim, "taps": taps, "dtype": dtype, "device": device}
+    return unavailable_reason(name, **asked) is None
+
+
+def check_served(name: str, **asked: Any) -> None:
+    """Refuses what `unavailable_reason` gives a reason for, in one line.
+
+    Raises:
+        ValueError: no backend has this name, it cannot run here, or it does not serve what is asked.
+    """
+    reason = unavailable_reason(name, **asked)
+    if reason is not None:
+        raise ValueError(f'gdn_backend="{name}" cannot run: {reason}; pass gdn_backend="eager"')
+
+
+@functools.cache
+def announce_compilation() -> None:
+    """Says once, on the first process of a machine, that Triton kernels are about to be compiled: it looks like a hang.
+
+    A warning, since that is what Python shows where nobody has set up logging.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not interprets():
+        logging.getLogger(__name__).warning(
+            "the Triton kernels of the Gated DeltaNet layer compile at their first call, for a minute or so; later "
+            "processes read Triton's cache, and python -m hf_cp.kernels.gdn.warm_up fills it ahead"
+        )
 
 
 @functools.cache
@@ -111,7 +197,7 @@ def get_backend(name: str) -> Stages:
     Raises:
         ValueError: no backend has this name, or it cannot run here (with the reason).
     """
-    reason = unavailable_reason(name)
-    if reason is not None:
-        raise ValueError(f'gdn_backend="{name}" cannot run: {reason}; pass gdn_backend="eager"')
+    check_served(name)
+    if name == "triton":
+        announce_compilation()
     return cast("Stages", importlib.import_module(f".{_MODULES[name]}", __package__))

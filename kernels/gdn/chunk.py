@@ -3,85 +3,113 @@
 B batch, T tokens, H key heads, HV value heads, K/V head dims, N states (B, or the number of documents).
 """
 
-from typing import Any
-
 import torch
-from torch.autograd.function import once_differentiable
 
-from .arguments import check_arguments
-from .backend import Stages, get_backend
+from .arguments import check_arguments, compute_dtype
+from .backend import check_served, get_backend
+from .operators import register
 
 
-class _ChunkGatedDeltaRule(torch.autograd.Function):
-    """Gated delta rule with the stage functions' own backward.
+def _forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, backend):
+    check_served(backend, key_dim=k.shape[-1], value_dim=v.shape[-1], dtype=k.dtype, device=k.device)
+    o, final_state = get_backend(backend).forward(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+    )
+    return o.contiguous(), final_state.contiguous()
 
-    ==================  ================  ===========================
-    tensor              shape             gradient
-    ==================  ================  ===========================
-    q, k                [B, T, H, K]      dq, dk, summed over HV / H
-    v, o                [B, T, HV, V]     dv, do
-    g, beta             [B, T, HV]        dg, dbeta
-    initial_state       [N, HV, K, V]     dinitial_state
-    final_state         [N, HV, K, V]     dfinal_state
-    ==================  ================  ===========================
 
-    Forward: o, final_state = stages.forward(...). Backward: all gradients = stages.backward(...).
-    Saved: the inputs alone. The states of all chunks would take K / C times the elements of v, in fp32; the backward
-    computes them anew from the initial state.
+def _state(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """Zeros [N, HV, K, V]."""
+    states = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return k.new_zeros(states, v.shape[2], k.shape[3], v.shape[3], dtype=compute_dtype(k))
+
+
+def _forward_fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, backend):
+    return v.new_zeros(v.shape), _state(k, v, cu_seqlens)
+
+
+def _setup_context(ctx, inputs, output):
+    """Saves the inputs alone.
+
+    The states of all chunks would take K / C times the elements of v, in fp32; the backward computes them anew from the
+    initial state.
     """
+    *tensors, ctx.scale, ctx.use_qk_l2norm_in_kernel, ctx.backend = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        initial_state: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None,
-        scale: float,
-        use_qk_l2norm_in_kernel: bool,
-        stages: Stages,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens)
-        ctx.stages = stages
-        ctx.scale = scale
-        ctx.use_qk_l2norm_in_kernel = use_qk_l2norm_in_kernel
-        ctx.set_materialize_grads(False)
-        return stages.forward(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale=scale,
-            initial_state=initial_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=cu_seqlens,
-        )
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: torch.Tensor | None, dfinal_state: torch.Tensor | None) -> tuple[Any, ...]:
-        q, k, v, g, beta, initial_state, cu_seqlens = ctx.saved_tensors
-        if do is None and dfinal_state is None:
-            return (None,) * 10
-        dq, dk, dv, dg, dbeta, dinitial_state = ctx.stages.backward(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state,
-            v.new_zeros(v.shape) if do is None else do,
-            dfinal_state,
-            scale=ctx.scale,
-            use_qk_l2norm_in_kernel=ctx.use_qk_l2norm_in_kernel,
-            cu_seqlens=cu_seqlens,
-        )
-        dinitial_state = None if initial_state is None else dinitial_state.to(initial_state.dtype)
-        return dq, dk, dv, dg, dbeta, dinitial_state, None, None, None, None
+def _backward(ctx, do, dfinal_state):
+    """All gradients = stages.backward(...); those of q and k are summed over HV / H."""
+    if do is None and dfinal_state is None:
+        return (None,) * 10
+    q, k, v, g, beta, initial_state, cu_seqlens = ctx.saved_tensors
+    *gradients, dinitial_state = _chunk_backward(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        v.new_zeros(v.shape) if do is None else do,
+        dfinal_state,
+        cu_seqlens,
+        ctx.scale,
+        ctx.use_qk_l2norm_in_kernel,
+        ctx.backend,
+    )
+    return *gradients, None if initial_state is None else dinitial_state, None, None, None, None
+
+
+def _gradients(q, k, v, g, beta, initial_state, do, dfinal_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, backend):
+    *gradients, dinitial_state = get_backend(backend).backward(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        do,
+        dfinal_state,
+        scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+    )
+    if initial_state is not None:
+        dinitial_state = dinitial_state.to(initial_state.dtype)
+    inputs = (q, k, v, g, beta)
+    gradients = [dx.to(x.dtype).contiguous() for dx, x in zip(gradients, inputs, strict=True)]
+    return *gradients, dinitial_state.contiguous()
+
+
+def _gradients_fake(
+    q, k, v, g, beta, initial_state, do, dfinal_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, backend
+):
+    dinitial_state = _state(k, v, cu_seqlens)
+    if initial_state is not None:
+        dinitial_state = initial_state.new_zeros(initial_state.shape)
+    return *(x.new_zeros(x.shape) for x in (q, k, v, g, beta)), dinitial_state
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state"
+_OPTIONS = "Tensor? cu_seqlens, float scale, bool use_qk_l2norm_in_kernel, str backend"
+_chunk = register(
+    f"gdn_chunk({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _forward, _forward_fake, _setup_context, _backward
+)
+_chunk_backward = register(
+    f"gdn_chunk_backward({_INPUTS}, Tensor do, Tensor? dfinal_state, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _gradients,
+    _gradients_fake,
+)
 
 
 def chunk_gated_delta_rule(
@@ -120,7 +148,5 @@ def chunk_gated_delta_rule(
     """
     check_arguments(q, k, v, g, beta, initial_state, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    o, final_state = _ChunkGatedDeltaRule.apply(
-        q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, get_backend(backend)
-    )
+    o, final_state = _chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, backend)
     return o, final_state if output_final_state else None

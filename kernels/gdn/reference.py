@@ -7,7 +7,7 @@ Lower dtypes are computed in fp32, fp64 in fp64 (the gated delta rule goes by k)
 import torch
 import torch.nn.functional as F
 
-from .arguments import check_arguments, check_cu_seqlens, compute_dtype, document_bounds
+from .arguments import check_arguments, check_convolution, compute_dtype, document_bounds
 
 L2NORM_EPS = 1e-6
 
@@ -59,25 +59,19 @@ def causal_conv1d(
     Raises:
         ValueError: a shape, dtype, offset or activation outside the above.
     """
-    if activation not in ("silu", None):
-        raise ValueError(f'activation={activation!r} is unknown: pass "silu" or None')
-    if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] == 0:
-        raise ValueError(f"x has shape {list(x.shape)}, weight {list(weight.shape)}: pass [B, T, D] and [D, k]")
+    check_convolution(x, weight, halo, cu_seqlens, activation)
     batch, seq_len, channels = x.shape
     taps = weight.shape[1]
     if halo is None:
         halo = x.new_zeros(batch, taps - 1, channels)
-    if halo.shape != (batch, taps - 1, channels):
-        raise ValueError(
-            f"halo has shape {list(halo.shape)}: pass [B, k - 1, D] = {[batch, taps - 1, channels]}, or None"
-        )
-    document = torch.zeros(seq_len, dtype=torch.int64)
+    document = torch.zeros(seq_len, dtype=torch.int64, device=x.device)
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, batch)
-        for index, (start, stop) in enumerate(document_bounds(cu_seqlens, seq_len)):
-            document[start:stop] = index
-    source = F.pad(document, (taps - 1, 0)).to(x.device)
-    document = document.to(x.device)
+        # Offsets on a GPU are not read by the host: that would wait for the device in every layer.
+        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            document_bounds(cu_seqlens, seq_len)
+        index = torch.arange(seq_len, dtype=cu_seqlens.dtype, device=x.device)
+        document = torch.searchsorted(cu_seqlens[1:].to(x.device), index, right=True)
+    source = F.pad(document, (taps - 1, 0))
 
     dtype = compute_dtype(x, weight)
     extended = torch.cat([halo.to(dtype), x.to(dtype)], dim=1)
@@ -87,6 +81,22 @@ def causal_conv1d(
         own = (source[window] == document)[None, :, None]
         y = y + weight[:, tap].to(dtype) * torch.where(own, extended[:, window], 0)
     return (F.silu(y) if activation == "silu" else y).to(x.dtype)
+
+
+def gated_rms_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Gated RMS norm over the last dim: x / sqrt(mean x^2 + eps) * weight * silu(z).
+
+    Rounds where transformers' gated norms do: the normed x to x's dtype, before the weight, and the result.
+
+    Args:
+        x, z: [..., V], floating. weight: [V], floating.
+    Returns:
+        [..., V] in x's dtype.
+    """
+    dtype = compute_dtype(x, z, weight)
+    wide = x.to(dtype)
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return (weight * normed * F.silu(z.to(dtype))).to(x.dtype)
 
 
 def recurrent_gated_delta_rule(
