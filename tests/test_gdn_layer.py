@@ -263,6 +263,29 @@ def generation() -> dict[str, Any]:
     return {str(i): relative_error(b, a.double()) for i, (a, b) in enumerate(zip(stock, triton, strict=True))}
 
 
+def compiled_layer(backend: str, packed: bool) -> float:
+    """Largest difference that compiling makes to a layer on one rank, as one graph, in its output and gradients."""
+    import hf_cp
+    from hf_cp.config import PatchConfig
+    from hf_cp.context import CpContext
+    from hf_cp.layout import ShardLayout
+    from hf_cp.mesh import CpMesh
+
+    model = small_model().train()
+    hf_cp.patch(model, gdn_backend=backend)
+    mixer = model.model.layers[0].linear_attn
+    layout, offsets = ShardLayout(11, 1, 0), torch.tensor([0, 4, 11], dtype=torch.int32)
+    documents = layout.local_cu_seqlens(offsets) if packed else layout.one_document()
+    config = PatchConfig(gdn_backend=backend)
+    context = CpContext(config, CpMesh.single(), layout, documents, offsets if packed else None)
+    results = []
+    for call in (mixer, torch.compile(mixer, backend="aot_eager", fullgraph=True)):
+        x = randn(1, 11, 64, seed=1).requires_grad_()
+        y = call(x, cp_context=context)
+        results.append([y.detach(), *torch.autograd.grad(y, [x, *mixer.parameters()], randn(*y.shape, seed=2))])
+    return max(relative_error(a, b.double()) for a, b in zip(results[1], results[0], strict=True))
+
+
 # What a process of its own does.
 
 
@@ -288,9 +311,13 @@ def prepare_short_strips() -> None:
 
 def interpret_model() -> dict[str, Any]:
     prepare_short_strips()
-    return {"generation": generation()} | {
-        mode: run_ranks(ranks_case, 2, mode, timeout=200.0) for mode in ("p2p", "ulysses")
-    }
+    # Stock's own functions are gone once generation has run.
+    compiled = {"compiled": compiled_layer("triton", packed=True)}
+    return (
+        compiled
+        | {"generation": generation()}
+        | {mode: run_ranks(ranks_case, 2, mode, timeout=200.0) for mode in ("p2p", "ulysses")}
+    )
 
 
 def compile_launches() -> list[dict[str, Any]]:
@@ -334,11 +361,17 @@ def test_interpreted_models() -> None:
     """A patched model on the kernels, alone with a cache and on two ranks, equals stock and the definitions."""
     pytest.importorskip("triton")
     found = in_process(__file__, "interpret_model", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert found.pop("compiled") < 1e-6
     generated = found.pop("generation")
     assert max(generated.values()) < 1e-4, generated
     for mode, ranks in found.items():
         for differences in ranks:
             assert max(differences.values()) < 1e-4, (mode, differences)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_layer_on_one_rank_compiles_to_one_graph(packed: bool) -> None:
+    assert compiled_layer("eager", packed) < 1e-6
 
 
 def test_launches_compile_for_sm_90_without_spills() -> None:
