@@ -114,6 +114,27 @@ def interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
+def unserved_reason(
+    name: str,
+    *,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    taps: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> str | None:
+    """Why backend `name` serves such inputs on no machine; None if it does on some. See `unavailable_reason`."""
+    if name != "triton":
+        return None
+    for field, dim in (("K", key_dim), ("V", value_dim)):
+        if dim is not None and dim not in DIMS:
+            return f"head dim {field}={dim} is not one of {', '.join(map(str, DIMS))}"
+    if taps is not None and taps > MAX_TAPS:
+        return f"a convolution over {taps} tokens is wider than {MAX_TAPS}"
+    if dtype is not None and dtype not in DTYPES:
+        return f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}"
+    return None
+
+
 def unavailable_reason(
     name: str,
     *,
@@ -130,16 +151,9 @@ def unavailable_reason(
     Raises:
         ValueError: no backend has this name.
     """
-    reason = _absent_reason(name)
+    reason = _absent_reason(name) or unserved_reason(name, key_dim=key_dim, value_dim=value_dim, taps=taps, dtype=dtype)
     if reason is not None or name != "triton":
         return reason
-    for field, dim in (("K", key_dim), ("V", value_dim)):
-        if dim is not None and dim not in DIMS:
-            return f"head dim {field}={dim} is not one of {', '.join(map(str, DIMS))}"
-    if taps is not None and taps > MAX_TAPS:
-        return f"a convolution over {taps} tokens is wider than {MAX_TAPS}"
-    if dtype is not None and dtype not in DTYPES:
-        return f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}"
     if interprets():
         # Its products of bfloat16 are wrong.
         return f"Triton's interpreter does not compute in {dtype}" if dtype not in (None, torch.float32) else None
@@ -167,12 +181,16 @@ def is_available(
 
 
 def check_served(name: str, **asked: Any) -> None:
-    """Refuses what `unavailable_reason` gives a reason for, in one line.
+    """Refuses what `unavailable_reason` gives a reason for.
 
     Raises:
         ValueError: no backend has this name, it cannot run here, or it does not serve what is asked.
     """
-    reason = unavailable_reason(name, **asked)
+    refuse(name, unavailable_reason(name, **asked))
+
+
+def refuse(name: str, reason: str | None) -> None:
+    """Raises the one line in which every refusal of a backend reads; nothing without a reason."""
     if reason is not None:
         raise ValueError(f'gdn_backend="{name}" cannot run: {reason}; pass gdn_backend="eager"')
 
