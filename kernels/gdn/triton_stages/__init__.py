@@ -7,13 +7,11 @@ All raise ValueError for a dim or dtype that they do not serve.
 
 import torch
 
+from ..backend import refuse, unserved_reason
 from .chunks import Chunks, cut, split
 from .gradients import gradients
 from .prepare import GRADIENT, OUTPUT, SUMMARY, prepare
 from .state import fold, outputs, reverse, transitions
-
-DIMS = (64, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def forward(
@@ -123,11 +121,7 @@ def _summaries(
 
 def _check(k: torch.Tensor, v: torch.Tensor) -> None:
     """Refuses what no launch was verified for, from metadata alone."""
-    for name, dim in (("K", k.shape[-1]), ("V", v.shape[-1])):
-        if dim not in DIMS:
-            raise ValueError(f'{name}={dim} is not served by gdn_backend="triton": use one of {DIMS}, or "eager"')
-    if k.dtype not in DTYPES:
-        raise ValueError(f'dtype {k.dtype} is not served by gdn_backend="triton": cast to bfloat16, or use "eager"')
+    refuse("triton", unserved_reason("triton", key_dim=k.shape[-1], value_dim=v.shape[-1], dtype=k.dtype))
     if k.shape[1] == 0:
         raise ValueError('T=0 is not served by gdn_backend="triton": drop the empty call, or use "eager"')
 
