@@ -7,12 +7,18 @@ has to stand. What a link between GPUs adds is not seen here.
 from __future__ import annotations
 
 import math
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from hf_cp.kernels.a2a_gemm import a2a_gemm, gemm_a2a
 from hf_cp.kernels.a2a_gemm.fused import FusedBackend
 from hf_cp.kernels.a2a_gemm.plan import Block, Matrix, Segment, Tuning, make_plan, stream_of
 from hf_cp.kernels.a2a_gemm.routes import heads_per_rank
@@ -165,26 +171,79 @@ def test_batched_pv(ranks: Ranks, Sl: int, h: int, hkv: int, D: int) -> None:
         assert error(results[rank], want) < LIMIT, rank  # pyright: ignore[reportArgumentType]
 
 
-def poisoned_epochs(epochs: int, test_mode: int, start: int = 0) -> list[int]:
+@pytest.mark.parametrize(("Sl", "h", "D"), [(100, 3, 80), (64, 2, 128)])
+def test_fp8(ranks: Ranks, Sl: int, h: int, D: int) -> None:
+    """Against the same numbers in fp32: products of e4m3 numbers are exact there, the tensor cores' sums nearly so."""
+    W, B, N, C = ranks.W, 2, 336, 272
+    e4m3 = torch.float8_e4m3fn
+    scale_a, scale_b = torch.tensor(0.5, device="cuda"), torch.tensor(0.25, device="cuda")
+    x = [draw(B, W * Sl, h, D).to(e4m3) for _ in range(W)]
+    weight = draw(N, W * h * D).to(e4m3)
+    results = ranks.run(lambda r, b: b.a2a_gemm([x[r]], [weight.t()], [W * h], "to_sequence", (scale_a, [scale_b])))
+    gathered = to_sequence([part.float() for part in x])
+    for rank, (y, (a,)) in enumerate(results):  # pyright: ignore[reportGeneralTypeIssues]
+        assert torch.equal(a.float(), gathered[rank]), rank
+        assert y.dtype == BF16
+        assert error(y, gathered[rank].flatten(2) @ weight.float().t() * 0.125) < 4e-3, rank
+    z = [draw(B, Sl, C).to(e4m3) for _ in range(W)]
+    weights = [draw(W * h * D, C).to(e4m3), draw(D, C).to(e4m3)]
+    scales = [torch.tensor(2.0, device="cuda"), torch.tensor(3.0, device="cuda")]
+    outputs = ranks.run(
+        lambda r, b: b.gemm_a2a(z[r], [w.t() for w in weights], [W * h, 1], D, "to_heads", (scale_a, scales))
+    )
+    for i, (w, H) in enumerate(zip(weights, [W * h, 1], strict=True)):
+        parts = [(one.float() @ w.float().t() * (0.5 * (2.0 + i))).unflatten(2, (H, D)) for one in z]
+        for rank, want in enumerate(to_heads(parts, H)):
+            assert error(outputs[rank][i], want) < 4e-3, (rank, i)  # pyright: ignore[reportIndexIssue]
+
+
+def test_gradients(ranks: Ranks) -> None:
+    """Of both operators in a row, q, k and v with fewer key heads than ranks, against one process in fp32."""
+    W, B, Sl, D, C, N = ranks.W, 1, 72, 64, 256, 192
+    heads = [2 * W, 1, 1]
+    x, dy = [draw(B, Sl, C) for _ in range(W)], [draw(B, Sl, N) for _ in range(W)]
+    weights, out = [draw(H * D, C) / 16 for H in heads], draw(N, 2 * W * D) / 16
+    copies = [[w.clone().requires_grad_() for w in (*weights, out)] for _ in range(W)]
+    inputs = [one.clone().requires_grad_() for one in x]
+
+    def forward(r: int, backend: FusedBackend) -> Tensor:
+        q, k, v = gemm_a2a(inputs[r], copies[r][:3], D, backend=backend)
+        return a2a_gemm(q * (k + v), copies[r][3], backend=backend)
+
+    y = ranks.run(forward)
+    grads = ranks.run(lambda r, b: torch.autograd.grad(y[r], [inputs[r], *copies[r]], dy[r]))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    whole = torch.cat(x, 1).float().requires_grad_()
+    dense = [w.float().requires_grad_() for w in (*weights, out)]
+    q, k, v = ((whole @ w.t()).unflatten(2, (-1, D)) for w in dense[:3])
+    want = (q * (k + v)).flatten(2) @ dense[3].t()
+    dx, *dw = torch.autograd.grad(want, [whole, *dense], torch.cat(dy, 1).float())
+    assert error(torch.cat(y, 1), want) < 1e-2  # pyright: ignore[reportArgumentType, reportCallIssue]
+    assert error(torch.cat([one[0] for one in grads], 1), dx) < 1e-2  # pyright: ignore[reportIndexIssue]
+    for i, w in enumerate(dw):
+        total = sum(one[1 + i].float() for one in grads)  # pyright: ignore[reportIndexIssue]
+        assert error(total, w) < 1e-2, i  # pyright: ignore[reportArgumentType]
+
+
+def poisoned_epochs(
+    epochs: int, test_mode: int, start: int = 0, variant: str = "bf16", width: int = 520, own: bool = False
+) -> list[int]:
     """Epochs of `a2a_gemm` on poisoned memory that came out wrong, W = 4 local ranks' operands in one launch."""
-    W, M, N, width = 4, 520, 512, 520
+    W, M, N = 4, 520, 512
     device = torch.device("cuda", torch.cuda.current_device())
     workspace = Workspace(None, device, 1024, timeout_s=5.0)
     workspace.set_epoch(start)
     if start:
         workspace._memory.local.view(torch.int64)[-128:] = start
-    a, d, b = (
-        torch.empty(M, W * width, device="cuda", dtype=BF16),
-        torch.empty(M, N, device="cuda", dtype=BF16),
-        draw(N, W * width),
-    )
+    a, d = (torch.empty(M, n, device="cuda", dtype=BF16) for n in (W * width, N))
+    b = draw(N, W * width)
     parts = [torch.empty(M, width, device="cuda", dtype=BF16) for _ in range(W)]
     plans = [
         make_plan(
-            "bf16", Matrix.of(a), [Matrix.of(b)], [Segment(Matrix.of(d))],
+            variant, Matrix.of(a), [Matrix.of(b)], [Segment(Matrix.of(d))],
             blocks=[Block(Matrix.of(part), i * width) for i, part in enumerate(parts)],
-            cuts=[i * width for i in range(W + 1)], first_column=width * (turn % W), flags=workspace.flags,
-            tuning=Tuning(copy_ctas=copy_ctas, tail_pairs=tail), test_mode=test_mode,
+            cuts=[i * width for i in range(W + 1)], first_column=width * turn, own_block=turn if own else -1,
+            flags=workspace.flags, tuning=Tuning(copy_ctas=copy_ctas, tail_pairs=tail), test_mode=test_mode,
         )
         for turn, (copy_ctas, tail) in enumerate([(2, 0), (8, 2), (12, 6), (4, 1)])
     ]  # fmt: skip
@@ -204,14 +263,18 @@ def poisoned_epochs(epochs: int, test_mode: int, start: int = 0) -> list[int]:
     return wrong
 
 
-def test_poisoned_memory_is_never_read() -> None:
-    assert poisoned_epochs(100, test_mode=0) == []
-    assert poisoned_epochs(100, test_mode=2) == []
+@pytest.mark.parametrize("test_mode", [0, 2])
+@pytest.mark.parametrize(
+    ("variant", "width", "own"), [("bf16", 520, False), ("bf16", 512, True), ("bf16_wide", 512, True)]
+)
+def test_poisoned_memory_is_never_read(test_mode: int, variant: str, width: int, own: bool) -> None:
+    assert poisoned_epochs(100, test_mode, variant=variant, width=width, own=own) == []
 
 
-def test_without_the_wait_poison_is_read() -> None:
+@pytest.mark.parametrize(("width", "own"), [(520, False), (512, True)])
+def test_without_the_wait_poison_is_read(width: int, own: bool) -> None:
     """The control of the test above: it must be able to fail."""
-    assert len(poisoned_epochs(20, test_mode=3)) > 10
+    assert len(poisoned_epochs(20, test_mode=3, width=width, own=own)) > 10
 
 
 def test_epochs_pass_two_to_the_32() -> None:
@@ -263,3 +326,21 @@ def test_a_rank_that_never_arrives_is_reported() -> None:
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match=r"rank 1 waited more than 0.05 s for rank 0: expected epoch 1, saw 0"):
         workspace.check()
+
+
+def test_two_processes_share_memory_through_ipc() -> None:
+    """On one GPU, which runs the two in turns; on two it crosses the link between them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = Path(__file__).with_name("a2a_gemm_ranks.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, "ipc"],
+            env={**os.environ, "RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for r in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=120)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)

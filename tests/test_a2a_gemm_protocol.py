@@ -175,6 +175,48 @@ def test_first_steps_need_the_first_group_alone(library: ctypes.CDLL) -> None:
         assert order.steps[0][1] == (first_group,)
 
 
+def test_groups_lie_within_one_source_and_fit_a_warp() -> None:
+    for cuts in [[0, 8192], [0, 1024, 2048], [0, 24, 48, 4096], list(range(0, 24 * 520 + 1, 520))]:
+        for size in (1, 2):
+            bounds = plan.group_bounds(cuts, size)
+            assert set(cuts) <= set(bounds)
+            assert 2 <= len(bounds) <= plan.MAX_GROUPS + 1
+            assert bounds == sorted(set(bounds))
+            starts = [max(cut for cut in cuts if cut <= bound) for bound in bounds]
+            assert all((b - s) % (plan.CHUNK_BYTES // size) == 0 for b, s in zip(bounds, starts, strict=True))
+
+
+@pytest.mark.parametrize(("pairs", "clusters"), [(128, 66), (640, 66), (512, 66), (7, 4)])
+def test_copying_clusters_get_no_more_than_they_have_time_for(pairs: int, clusters: int) -> None:
+    for copy_clusters in range(1, min(clusters, 9)):
+        for copy_rounds in (0.0, 0.4, 1.0, 2.5):
+            rounds, tail = plan.split_work(pairs, clusters, copy_clusters, copy_rounds)
+            assert pairs - tail <= rounds * (clusters - copy_clusters)
+            assert -(-tail // copy_clusters) <= max(0, rounds - copy_rounds)
+            if rounds > 1:
+                # One round less would not do.
+                late = max(0, int(rounds - 1 - copy_rounds))
+                assert (rounds - 1) * (clusters - copy_clusters) + late * copy_clusters < pairs
+
+
+def test_the_schedule_foretells_what_was_measured() -> None:
+    """2048 x 5120 x 4096 on 132 CTAs, 8 ranks: microseconds of an H200, see the kernels' README."""
+    tile = plan.Shape(128, 256, 64, 2, 4, 0, 384, 2)
+    wide = plan.Shape(128, 320, 64, 2, 3, 0, 384, 2)
+    for shape, copy_ctas, measured in [(tile, 4, 235.5), (tile, 16, 141.3), (wide, 4, 202.0), (wide, 8, 168.7)]:
+        chosen = plan.schedule(shape, 2048, [5120], 1, 4096, 132, True, copy_ctas)
+        assert chosen.copy_ctas == copy_ctas
+        assert chosen.ns / 1e3 == pytest.approx(measured, rel=0.15)
+    # Alone, the wide tile needs two rounds where the other needs three; with copies at this rate it does not.
+    assert (
+        plan.schedule(wide, 2048, [5120], 1, 4096, 132, False).ns
+        < plan.schedule(tile, 2048, [5120], 1, 4096, 132, False).ns
+    )
+    best = plan.schedule(tile, 2048, [5120], 1, 4096, 132, True)
+    assert best.ns < plan.schedule(wide, 2048, [5120], 1, 4096, 132, True).ns
+    assert best.copy_ctas == 12
+
+
 Step = tuple[Callable[["Memory"], bool], Callable[["Memory"], None]]
 
 

@@ -47,16 +47,18 @@ def _tunings(copy_ctas: list[int], tails: list[int], windows: list[int]) -> tupl
 
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+_WIDE = ("bf16", "bf16_wide")
+_FP8_WIDE = ("fp8", "fp8_wide")
+_COPIES = _tunings([4, 8, 12, 16], [-1], [4, 8])
+_NO_COPIES = _tunings([0], [0], [4, 8])
 ROWS = {
-    "medium": Row(
-        "a2a_gemm", BF16, 2048, 5120, 4096, 1, 8, ("bf16", "bf16_narrow"), _tunings([8, 12, 16, 24], [-1], [2, 4, 8])
-    ),
-    "medium_cp4": Row("a2a_gemm", BF16, 2048, 5120, 4096, 1, 4, ("bf16",), _tunings([12, 16], [-1], [4])),
-    "large": Row("a2a_gemm", BF16, 4096, 10240, 8192, 1, 8, ("bf16",), _tunings([8, 12, 16, 24], [-1], [2, 4, 8])),
-    "large_fp8": Row("a2a_gemm", FP8, 4096, 10240, 8192, 1, 8, ("fp8",), _tunings([8, 12, 16, 24], [-1], [2, 4, 8])),
-    "pv": Row("batched_pv_a2a", BF16, 4096, 128, 4096, 8, 8, ("bf16_batched",), _tunings([0], [0], [4, 8, 32])),
-    "qkv": Row("gemm_a2a", BF16, 4096, 10240, 8192, 1, 8, ("bf16",), _tunings([0], [0], [2, 4, 8])),
-    "qkv_fp8": Row("gemm_a2a", FP8, 4096, 10240, 8192, 1, 8, ("fp8",), _tunings([0], [0], [2, 4, 8])),
+    "medium": Row("a2a_gemm", BF16, 2048, 5120, 4096, 1, 8, _WIDE, _COPIES),
+    "medium_cp4": Row("a2a_gemm", BF16, 2048, 5120, 4096, 1, 4, _WIDE, _COPIES),
+    "large": Row("a2a_gemm", BF16, 4096, 10240, 8192, 1, 8, _WIDE, _COPIES),
+    "large_fp8": Row("a2a_gemm", FP8, 4096, 10240, 8192, 1, 8, _FP8_WIDE, _COPIES),
+    "pv": Row("batched_pv_a2a", BF16, 4096, 128, 4096, 8, 8, ("bf16_batched",), _NO_COPIES),
+    "qkv": Row("gemm_a2a", BF16, 4096, 10240, 8192, 1, 8, _WIDE, _NO_COPIES),
+    "qkv_fp8": Row("gemm_a2a", FP8, 4096, 10240, 8192, 1, 8, _FP8_WIDE, _NO_COPIES),
 }
 
 
@@ -131,7 +133,7 @@ def gather_case(row: Row, ws: Workspace) -> Case:
     def plan(variant: str, tuning: Tuning) -> Plan:
         return make_plan(
             variant, Matrix.of(a), [Matrix.of(b)], [Segment(Matrix.of(d))], blocks=blocks, flags=ws.flags, cuts=cuts,
-            tuning=tuning, sm_count=ws.sm_count,
+            own_block=0, tuning=tuning, sm_count=ws.sm_count,
         )  # fmt: skip
 
     def alone(variant: str) -> Callable[[], object]:

@@ -48,10 +48,11 @@ VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
     )
     for name, fp8, rows, n, cluster, stages in [
         ("bf16", 0, 0, 256, 2, 4),
-        ("bf16_narrow", 0, 0, 128, 2, 6),
+        ("bf16_wide", 0, 0, 320, 2, 3),
         ("bf16_rows_k", 0, 1, 256, 2, 4),
         ("bf16_batched", 0, 1, 128, 1, 6),
         ("fp8", 1, 0, 256, 2, 4),
+        ("fp8_wide", 1, 0, 320, 2, 3),
     ]
 }
 VARIANTS["ranks"] = ("ranks.cu", {})

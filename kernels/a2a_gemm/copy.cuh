@@ -70,6 +70,7 @@ __device__ __forceinline__ void copy_items(
       finished = nullptr;
     };
     int previous = -1;
+    bool first = true;
     for (int i = blockIdx.x; item_at(o, i, item); i += o.copy_ctas) {
       for_each_chunk<kTileM, kElementBytes>(p, item, [&](int block, int column, int row) {
         barrier_wait(full + slot, phase);
@@ -88,6 +89,12 @@ __device__ __forceinline__ void copy_items(
         advance();
       });
       finished = p.flags + flag_index(o, item.batch, item.row_tile) + item.group;
+      if (first) {
+        // Products may be waiting for it already.
+        bulk_wait<0>();
+        publish();
+        first = false;
+      }
     }
     bulk_wait<0>();
     if (finished != nullptr) publish();

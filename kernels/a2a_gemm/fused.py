@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .plan import CHOOSE, Block, Matrix, Segment, Tuning, make_plan, stream_of
+from .plan import CHOOSE, Block, Matrix, Segment, Tuning, choose_variant, make_plan, stream_of
 from .reference import TorchBackend
 from .routes import Route, copies, heads_per_rank, repeat_heads
 from .workspace import Workspace
 
+Scales = tuple[Tensor, Sequence[Tensor]]
+
 
 class FusedBackend:
-    """BF16 operators on a workspace's group; see `TorchBackend` for what they compute.
+    """BF16 and FP8 operators on a workspace's group; see `TorchBackend` for what they compute.
+
+    FP8 operands (e4m3, the weight `[N, K]` with contiguous K) come with `scales`, fp32 scalars on the device: one for
+    the exchanged operand, the same at all ranks since one sum spans what all of them hold, and one for each weight.
+    Results are BF16: `scale_a * scale_b * sum`, with the tensor cores' fast accumulation.
 
     Operands that are pulled are first copied into the workspace's buffer, unless they lie there already
     (`pull_buffer`). What was pushed lies there and is copied out, unless `copy_out` is False: then results are only
@@ -39,19 +46,38 @@ class FusedBackend:
         """Without a product there is nothing to hide the exchange behind: one all-to-all."""
         return self._torch.exchange(tensors, heads, route)
 
-    def _check(self, tensors: Sequence[Tensor]) -> None:
+    def _check(self, tensors: Sequence[Tensor], scales: Scales | None) -> tuple[int, list[int]]:
+        """Raise for what the kernels cannot take; the scales' addresses."""
         self.workspace.check()
+        wanted = torch.bfloat16 if scales is None else torch.float8_e4m3fn
         for x in tensors:
-            if x.dtype != torch.bfloat16 or x.device != self.workspace.device:
+            if x.dtype != wanted or x.device != self.workspace.device:
+                with_scales = "without" if scales is None else "with"
                 raise ValueError(
-                    f"operand of dtype {x.dtype} on {x.device} must be torch.bfloat16 on {self.workspace.device}"
+                    f"operand of dtype {x.dtype} on {x.device} must be {wanted} on {self.workspace.device} "
+                    f"{with_scales} scales"
                 )
+        if scales is None:
+            return 0, []
+        for scale in (scales[0], *scales[1]):
+            if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != self.workspace.device:
+                raise ValueError(
+                    f"scale of dtype {scale.dtype}, shape {tuple(scale.shape)} on {scale.device} must be one "
+                    f"torch.float32 on {self.workspace.device}"
+                )
+        return scales[0].data_ptr(), [scale.data_ptr() for scale in scales[1]]
 
     def a2a_gemm(
-        self, tensors: Sequence[Tensor], matrices: Sequence[Tensor], heads: Sequence[int], route: Route
+        self,
+        tensors: Sequence[Tensor],
+        matrices: Sequence[Tensor],
+        heads: Sequence[int],
+        route: Route,
+        scales: Scales | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Pull what other ranks hold while the product of what is there runs."""
-        self._check([*tensors, *matrices])
+        """Pull what other ranks hold while the product of what is there runs. One scale for all matrices."""
+        addresses_of_scales = self._check([*tensors, *matrices], scales)
+        e = tensors[0].element_size()
         W, r, ws = self.world_size, self.workspace.rank, self.workspace
         B, tokens = tensors[0].shape[:2]
         sizes = [math.prod(x.shape) * x.element_size() for x in tensors]
@@ -62,18 +88,18 @@ class FusedBackend:
             local[offset : offset + size].view(x.dtype).view(x.shape).copy_(x)
             D = x.shape[3]
             whole = Matrix(
-                addresses[0] + offset, x.shape[2] * D, tokens, B, x.shape[2] * D * 2, tokens * x.shape[2] * D * 2
+                addresses[0] + offset, x.shape[2] * D, tokens, B, x.shape[2] * D * e, tokens * x.shape[2] * D * e
             )
             for peer, address in enumerate(addresses):
-                there = Matrix(address + offset, *list(vars(whole).values())[1:])
+                there = replace(whole, address=address + offset)
                 if route == "to_sequence":
                     rows = tokens // W
-                    part = there.part(0, r * rows, whole.columns, rows, 2)
+                    part = there.part(0, r * rows, whole.columns, rows, e)
                     blocks.append(Block(part, cuts[-1]))
                     cuts.append(cuts[-1] + whole.columns)
                 else:
                     columns = heads_per_rank(count, W) * D
-                    part = there.part(r * count // W * D, 0, columns, tokens, 2)
+                    part = there.part(r * count // W * D, 0, columns, tokens, e)
                     blocks.append(Block(part, cuts[-1], peer * tokens))
             if route == "to_sequence":
                 widths.append(W * whole.columns)
@@ -91,8 +117,9 @@ class FusedBackend:
         matrix = matrices[0] if len(matrices) == 1 else torch.cat(tuple(matrices))
         rows = tokens // W if route == "to_sequence" else tokens * W
         gathered = tensors[0].new_empty(B, rows, cuts[-1])
-        y = tensors[0].new_empty(B, rows, matrix.shape[1])
-        variant, operand = _operand(matrix)
+        y = tensors[0].new_empty(B, rows, matrix.shape[1], dtype=torch.bfloat16)
+        variants, operand = _operand(matrix)
+        variant = choose_variant(variants, rows, [matrix.shape[1]], B, matrix.shape[0], ws.sm_count, copied=True)
         plan = make_plan(
             variant,
             Matrix.of(gathered),
@@ -102,8 +129,11 @@ class FusedBackend:
             flags=ws.flags,
             cuts=cuts,
             first_column=cuts[r] if route == "to_sequence" else 0,
+            own_block=r if route == "to_sequence" else -1,
+            scales=addresses_of_scales,
             tuning=self.tuning,
             sm_count=ws.sm_count,
+            device=ws.device.index,
             test_mode=self.test_mode,
         )
         ws.meet()
@@ -112,15 +142,21 @@ class FusedBackend:
         return y, [part.unflatten(2, (-1, x.shape[3])) for part, x in zip(parts, tensors, strict=True)]
 
     def gemm_a2a(
-        self, x: Tensor, matrices: Sequence[Tensor], heads: Sequence[int], head_dim: int, route: Route
+        self,
+        x: Tensor,
+        matrices: Sequence[Tensor],
+        heads: Sequence[int],
+        head_dim: int,
+        route: Route,
+        scales: Scales | None = None,
     ) -> list[Tensor]:
         """Store every tile of the product where it belongs, at whichever rank that is."""
-        self._check([x, *matrices])
+        addresses_of_scales = self._check([x, *matrices], scales)
         W, r, ws = self.world_size, self.workspace.rank, self.workspace
         B, tokens = x.shape[:2]
         received = tokens * W if route == "to_heads" else tokens // W
         operands = [_operand(matrix) for matrix in matrices]
-        if len({variant for variant, _ in operands}) > 1:
+        if len({variants for variants, _ in operands}) > 1:
             raise ValueError("weights must all be transposed or none: their strides differ")
         here = [heads_per_rank(count, W) * (1 if route == "to_heads" else W) for count in heads]
         sizes = [B * received * count * head_dim * 2 for count in here]
@@ -139,17 +175,21 @@ class FusedBackend:
                 else:
                     target = there.part(r * width, 0, width, received, 2)
                     segments.append(Segment(target, first, peer * received, section))
-            outputs.append(local[offset : offset + size].view(x.dtype).view(B, received, mine, head_dim))
+            outputs.append(local[offset : offset + size].view(torch.bfloat16).view(B, received, mine, head_dim))
             offset += size
             first += matrices[section].shape[1]
         rows = x if x.stride(2) == 1 else x.contiguous()
+        columns = [matrix.shape[1] for matrix in matrices]
+        variant = choose_variant(operands[0][0], tokens, columns, B, x.shape[2], ws.sm_count, copied=False)
         plan = make_plan(
-            operands[0][0],
+            variant,
             Matrix.of(rows, "x"),
             [operand for _, operand in operands],
             segments,
+            scales=addresses_of_scales,
             tuning=self.tuning,
             sm_count=ws.sm_count,
+            device=ws.device.index,
             test_mode=self.test_mode,
         )
         plan.run(stream_of(ws.device))
@@ -158,7 +198,7 @@ class FusedBackend:
 
     def batched_pv_a2a(self, p: Tensor, v: Tensor) -> Tensor:
         """One launch an entry of the batch, one meeting for all."""
-        self._check([p, v])
+        self._check([p, v], None)
         W, r, ws = self.world_size, self.workspace.rank, self.workspace
         B, h, S, _ = p.shape
         D, rows = v.shape[3], S // self.world_size
@@ -179,6 +219,7 @@ class FusedBackend:
                 segments,
                 tuning=self.tuning,
                 sm_count=ws.sm_count,
+                device=ws.device.index,
                 test_mode=self.test_mode,
             )
             plan.run(stream_of(ws.device))
@@ -187,8 +228,13 @@ class FusedBackend:
         return output.clone() if self.copy_out else output
 
 
-def _operand(matrix: Tensor) -> tuple[str, Matrix]:
-    """The variant that reads a matrix `[K, N]` as it lies, and how it is told where."""
+def _operand(matrix: Tensor) -> tuple[tuple[str, ...], Matrix]:
+    """The variants that read a matrix `[K, N]` as it lies, and how they are told where."""
     if matrix.stride(0) == 1:
-        return "bf16", Matrix.of(matrix.t(), "weight")
-    return "bf16_rows_k", Matrix.of(matrix, "weight")
+        names = ("bf16", "bf16_wide") if matrix.dtype == torch.bfloat16 else ("fp8", "fp8_wide")
+        return names, Matrix.of(matrix.t(), "weight")
+    if matrix.dtype != torch.bfloat16:
+        raise ValueError(
+            f"weight of dtype {matrix.dtype} must be [N, K] with contiguous K, as the tensor cores read FP8"
+        )
+    return ("bf16_rows_k",), Matrix.of(matrix, "weight")

@@ -12,8 +12,26 @@
 #include "copy.cuh"
 #include "plan.cuh"
 #include "ptx.cuh"
+#include "wide.cuh"
 
 namespace hf_cp {
+
+// The tensor instruction of a tile `kTileN` columns wide.
+template <class Element, int kTileN, int kTileK, cute::GMMA::Major kMajorB>
+constexpr auto choose_atom() {
+  if constexpr (kTileN == 320) {
+    static_assert(kMajorB == cute::GMMA::Major::K);
+    if constexpr (sizeof(Element) == 1) {
+      return Wgmma160E4m3{};
+    } else {
+      return Wgmma160Bf16{};
+    }
+  } else {
+    return cute::GMMA::ss_op_selector<
+        Element, Element, float, cute::Shape<cute::_128, cute::Int<kTileN>, cute::Int<kTileK>>, cute::GMMA::Major::K,
+        kMajorB>();
+  }
+}
 
 template <class Element_, int kTileN_, cute::GMMA::Major kMajorB_, int kCluster_, int kStages_>
 struct Variant {
@@ -33,12 +51,11 @@ struct Variant {
   static constexpr int kChunkSlots = kRingBytes / kChunkBytes < kMaxChunkSlots ? kRingBytes / kChunkBytes : kMaxChunkSlots;
   static constexpr int kBarriers = 2 * kStages + 2 * kMaxChunkSlots;
   static constexpr int kSharedBytes = 1024 + kRingBytes + kStoreBytes + kBarriers * 8;
-  static_assert(kTileN % (64 * kCluster) == 0, "a CTA's share of the second operand is made of whole boxes");
+  static_assert(kTileN % kBoxColumns == 0, "a tile is stored in whole boxes");
+  static_assert(kTileN / kCluster % (kRowsAreK ? 64 : 8) == 0, "a CTA's share of the second operand is whole boxes");
   static_assert(kSharedBytes <= 232448, "more shared memory than a Hopper SM gives a block");
 
-  using Atom = decltype(cute::GMMA::ss_op_selector<
-                        Element, Element, float, cute::Shape<cute::Int<kTileM>, cute::Int<kTileN>, cute::Int<kTileK>>,
-                        cute::GMMA::Major::K, kMajorB>());
+  using Atom = decltype(choose_atom<Element, kTileN, kTileK, kMajorB>());
   using Mma = decltype(cute::make_tiled_mma(Atom{}, cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
   using LayoutA = decltype(cute::tile_to_shape(
       cute::GMMA::Layout_K_SW128_Atom<Element>{},
@@ -73,7 +90,8 @@ class Copied {
   // False once all of the operand is there, which one flag says.
   __device__ __forceinline__ bool needed() const { return needed_; }
 
-  __device__ __forceinline__ void start_tile(Tile const& tile) {
+  // `look`: read the flags at once; otherwise when the first is waited for.
+  __device__ __forceinline__ void start_tile(Tile const& tile, bool look) {
     if (!needed_) return;
     mask_ = 0;
     if (tile.row_tile >= p_.order.tiles_m) {
@@ -81,7 +99,7 @@ class Copied {
       mask_ = ~0u;
     } else {
       row_ = flag_index(p_.order, tile.batch, tile.row_tile);
-      poll();
+      if (look) poll();
     }
   }
 
@@ -150,17 +168,23 @@ __device__ __forceinline__ void load_tiles(
     int const column = first_column<V>(p, section, tile.column_tile) + rank * kShareN;
     int const batch_b = tile.batch / p.b_batch_divisor;
     if (p.test_mode & 2) delay_at_random(epoch, pair);
-    copied.start_tile(tile);
     Steps steps = first_step(o);
+    int const first_k = steps.k_tile * V::kTileK;
+    copied.start_tile(tile, !(first_k >= p.own_begin && first_k < p.own_end));
     for (int i = 0; i < o.k_tiles; ++i) {
-      if (copied.needed()) {
-        for (int group = next_group(o, steps); group >= 0; group = next_group(o, steps)) copied.wait(group);
-      }
       int const k = steps.k_tile * V::kTileK;
+      bool const is_own = k >= p.own_begin && k < p.own_end;
+      if (copied.needed()) {
+        for (int group = next_group(o, steps); group >= 0; group = next_group(o, steps)) {
+          if (!is_own) copied.wait(group);
+        }
+      }
       barrier_wait(empty + stage, phase ^ 1);
       if (cute::elect_one_sync()) {
         barrier_arrive_expect(full + stage, V::kBytesA + V::kBytesB);
-        tensor_load(shared_a + stage * V::kBytesA, &p.a, full + stage, k, tile.row_tile * V::kTileM, tile.batch);
+        tensor_load(
+            shared_a + stage * V::kBytesA, is_own ? &p.own : &p.a, full + stage, is_own ? k - p.own_begin : k,
+            tile.row_tile * V::kTileM, tile.batch);
         char* const target = shared_b + stage * V::kBytesB + rank * kShareN * 128;
 #pragma unroll
         for (int box = 0; box < (V::kRowsAreK ? kShareN / 64 : 1); ++box) {
@@ -227,10 +251,6 @@ __device__ __forceinline__ void multiply_tiles(
   Tensor operand_b = slice.make_fragment_B(slice.partition_B(shared_b));
   Tensor sums = partition_fragment_C(mma, Shape<Int<V::kTileM>, Int<V::kTileN>>{});
 
-  float scale = 1.0f;
-  if (p.scale_a != nullptr) scale *= *p.scale_a;
-  if (p.scale_b != nullptr) scale *= *p.scale_b;
-
   // Where this lane's row of the four 8x8 tiles of a store lies in a box.
   char* const boxes = store_boxes + warpgroup * V::kStoreBoxes * V::kBoxBytes;
   uint32_t const box_row = warp * 16 + (lane / 8 % 2) * 8 + lane % 8;
@@ -279,6 +299,9 @@ __device__ __forceinline__ void multiply_tiles(
 
     int const section = section_of(p, tile.column_tile);
     int const row = tile.row_tile * V::kTileM + warpgroup * 64;
+    float scale = 1.0f;
+    if (p.scale_a != nullptr) scale *= *p.scale_a;
+    if (p.scale_b[section] != nullptr) scale *= *p.scale_b[section];
     int const tile_column = p.section_column[section] + first_column<V>(p, section, tile.column_tile);
     CUTE_UNROLL
     for (int box = 0; box < V::kTileN / V::kBoxColumns; ++box) {

@@ -121,6 +121,19 @@ struct Plan {
       }
       p.block_range[i] = {b.column, b.row, b.source.columns, b.source.rows};
     }
+    p.own = p.a;
+    p.own_begin = p.own_end = 0;
+    if (spec.own_block >= 0 && spec.own_block < spec.block_count) {
+      BlockSpec const& own = spec.blocks[spec.own_block];
+      int const end = own.column + own.source.columns;
+      // A step across its edge would need both, so such a block is read from the gathered operand alone.
+      if (own.row == 0 && own.source.rows == spec.a.rows && own.column % V::kTileK == 0 &&
+          (end % V::kTileK == 0 || end == spec.a.columns)) {
+        if (encode(&p.own, own.source, kType, 1, V::kTileK, V::kTileM, kSwizzled, "own block", 0, message)) return 1;
+        p.own_begin = own.column;
+        p.own_end = end;
+      }
+    }
     Order& o = p.order;
     o.tiles_m = (spec.a.rows + V::kTileM - 1) / V::kTileM;
     o.tiles_n = tiles_n;
@@ -138,6 +151,11 @@ struct Plan {
     // The first step that lies in the first group as a whole; one that straddles its start comes last.
     o.first_k_tile =
         spec.block_count > 0 ? (spec.group_begin[spec.first_group] + V::kTileK - 1) / V::kTileK % o.k_tiles : 0;
+    if (p.own_end > 0) {
+      // Nobody waits for the copy of the own block: it comes last.
+      while (o.group_begin[o.first_group] < p.own_end && o.first_group < o.group_count) ++o.first_group;
+      o.first_group %= o.group_count;
+    }
     p.m = spec.a.rows;
     p.sections = spec.sections;
     p.block_count = spec.block_count;
@@ -149,7 +167,7 @@ struct Plan {
     p.copied_count = reinterpret_cast<uint32_t*>(spec.copied_count);
     p.report = reinterpret_cast<Report*>(spec.report);
     p.scale_a = reinterpret_cast<float const*>(spec.scale_a);
-    p.scale_b = reinterpret_cast<float const*>(spec.scale_b);
+    for (int i = 0; i < kMaxSections; ++i) p.scale_b[i] = reinterpret_cast<float const*>(spec.scale_b[i]);
     p.timeout_ns = spec.timeout_ns;
     plan.ctas = spec.ctas;
 

@@ -45,6 +45,8 @@ struct Spec {
   // First column of each group and, last, K.
   int32_t group_begin[kMaxGroups + 1];
   int32_t sections, segment_count, block_count, group_count, b_batch_divisor;
+  // The block that lies on this device, which products read where it is, or -1.
+  int32_t own_block;
   // Group and K tile that the copies and the products start with.
   int32_t first_group;
   // Row tiles of a window, in clusters; copying CTAs, all CTAs; row-tile-by-column-tile pairs left to the copying CTAs.
@@ -52,11 +54,11 @@ struct Spec {
   // Device memory: the epoch; a flag per [batch][row tile][group]; the flag for all; the counter behind it; null where
   // there are no blocks. `report` is host memory that the device can write.
   uint64_t epoch, flags, all_copied, copied_count, report;
-  // fp32 device scalars multiplied into the product, or null.
-  uint64_t scale_a, scale_b;
+  // fp32 device scalars multiplied into the product, the second one a section, or null.
+  uint64_t scale_a, scale_b[kMaxSections];
   uint64_t timeout_ns;
   // For tests, bits: 1 leaves out the wait for the copies, 2 delays copies and products at random.
-  int32_t test_mode, unused;
+  int32_t test_mode;
 };
 
 // Written by whoever waited too long; read by the host. `kind` 0: nothing happened.
@@ -77,6 +79,7 @@ struct Target {
 
 struct alignas(128) KernelParams {
   CUtensorMap a;
+  CUtensorMap own;
   CUtensorMap b[kMaxSections];
   CUtensorMap segments[kMaxSegments];
   CUtensorMap sources[kMaxBlocks];
@@ -89,6 +92,8 @@ struct alignas(128) KernelParams {
   int section_segment_begin[kMaxSections + 1];
   // Where a section has segments that begin inside a box of 64 rows or columns: see store_across_edges.
   int section_has_edges[kMaxSections];
+  // Columns of `a` that products read from `own`, whole K steps and all rows; none if both are 0.
+  int own_begin, own_end;
   int m, sections, block_count, b_batch_divisor, test_mode;
   uint64_t const* epoch;
   uint64_t* flags;
@@ -96,7 +101,7 @@ struct alignas(128) KernelParams {
   uint32_t* copied_count;
   Report* report;
   float const* scale_a;
-  float const* scale_b;
+  float const* scale_b[kMaxSections];
   uint64_t timeout_ns;
 };
 

@@ -20,6 +20,9 @@ from . import build
 MAX_RANKS, MAX_SECTIONS, MAX_GROUPS = 8, 3, 31
 MAX_SEGMENTS = MAX_BLOCKS = 3 * MAX_RANKS
 CHUNK_BYTES = 512  # of a row, that the copies move at a time
+# What one CTA of an H200 does: bytes copied, and operations of a product by the bytes of an element.
+COPY_BYTES_PER_NS = 25.0
+FLOPS_PER_NS = {1: 11000.0, 2: 6000.0}
 
 _u64, _i64, _i32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32
 
@@ -50,18 +53,20 @@ class Spec(ctypes.Structure):
         *(
             (name, _i32)
             for name in [
-                *("sections", "segment_count", "block_count", "group_count", "b_batch_divisor", "first_group"),
+                *("sections", "segment_count", "block_count", "group_count", "b_batch_divisor"),
+                *("own_block", "first_group"),
                 *("window", "copy_ctas", "ctas", "tail_pairs"),
             ]
         ),
         *(
             (name, _u64)
             for name in [
-                *("epoch", "flags", "all_copied", "copied_count", "report", "scale_a", "scale_b", "timeout_ns"),
+                *("epoch", "flags", "all_copied", "copied_count", "report", "scale_a"),
             ]
         ),
+        ("scale_b", _u64 * MAX_SECTIONS),
+        ("timeout_ns", _u64),
         ("test_mode", _i32),
-        ("unused", _i32),
     ]
 
 
@@ -190,6 +195,13 @@ def library(variant: str) -> ctypes.CDLL:
     return loaded
 
 
+def use_device(device: int) -> None:
+    """Make a device's context current in this thread, which launches need: threads of autograd may have none."""
+    code = build.load("ranks").hf_cp_use_device(device)
+    if code:
+        raise RuntimeError(f"device {device} could not be made current (CUDA error {code})")
+
+
 def shape_of(variant: str) -> Shape:
     values = (_i32 * 8)()
     library(variant).hf_cp_variant(values)
@@ -215,8 +227,10 @@ def group_bounds(cuts: Sequence[int], element_bytes: int) -> list[int]:
         size += unit
 
 
-def split_work(pairs: int, clusters: int, copy_clusters: int, copy_rounds: float) -> int:
-    """Tiles, in pairs, that the copying clusters take after their copies, so that all end together.
+def split_work(pairs: int, clusters: int, copy_clusters: int, copy_rounds: float) -> tuple[int, int]:
+    """How long a launch takes, in tiles one after another, and the tiles that the copying clusters take, in pairs.
+
+    Copying clusters multiply when their copies are done, as many rounds as are then left.
 
     Args:
         pairs: of the whole product.
@@ -228,8 +242,50 @@ def split_work(pairs: int, clusters: int, copy_clusters: int, copy_rounds: float
     while True:
         late = max(0, int(rounds - copy_rounds))
         if rounds * others + late * copy_clusters >= pairs:
-            return max(0, pairs - rounds * others)
+            return rounds, max(0, pairs - rounds * others)
         rounds += 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a launch divides its work, and how long that should take."""
+
+    ns: float
+    copy_ctas: int
+    tail_pairs: int
+
+
+def schedule(
+    shape: Shape, rows: int, columns: Sequence[int], batches: int, k: int, ctas: int, copied: bool, copy_ctas: int = 0
+) -> Schedule:
+    """The best division of a product among CTAs, by the rates of `COPY_BYTES_PER_NS` and `FLOPS_PER_NS`.
+
+    Args:
+        rows, columns, batches, k: of the product, `columns` of each section.
+        ctas: of the grid.
+        copied: whether the first operand is gathered.
+        copy_ctas: that many; 0 chooses up to 12, the most of those that end first.
+    """
+    clusters = ctas // shape.cluster
+    pairs = ceil_div(ceil_div(rows, shape.tile_m), shape.cluster) * batches * sum(
+        ceil_div(n, shape.tile_n) for n in columns
+    )  # fmt: skip
+    tile = 2 * shape.tile_m * shape.tile_n * k / FLOPS_PER_NS[shape.element_bytes]
+    if not copied:
+        return Schedule(ceil_div(pairs, clusters) * tile, 0, 0)
+    one_copies = batches * rows * k * shape.element_bytes / COPY_BYTES_PER_NS
+    most = max(1, min(12 // shape.cluster, clusters - 1))
+    choices = [copy_ctas // shape.cluster] if copy_ctas else range(1, most + 1)
+    best = Schedule(float("inf"), 0, 0)
+    for copy_clusters in choices:
+        count = copy_clusters * shape.cluster
+        copies = one_copies / count
+        rounds, tail = split_work(pairs, clusters, copy_clusters, copies / tile)
+        # The last rows that arrive have a tile to go.
+        ns = max(rounds * tile, copies + tile)
+        if ns <= best.ns:
+            best = Schedule(ns, count, tail)
+    return best
 
 
 @dataclass
@@ -281,9 +337,11 @@ def make_plan(
     flags: Flags | None = None,
     cuts: Sequence[int] = (),
     first_column: int = 0,
-    scales: tuple[int, int] = (0, 0),
+    own_block: int = -1,
+    scales: tuple[int, Sequence[int]] = (0, ()),
     tuning: Tuning = CHOOSE,
     sm_count: int = 132,
+    device: int | None = None,
     test_mode: int = 0,
     keep: tuple[Any, ...] = (),
 ) -> Plan:
@@ -298,7 +356,10 @@ def make_plan(
         flags: needed with blocks.
         cuts: columns of `a` where the source changes, 0 and K included.
         first_column: where copies and products start.
-        scales: addresses of fp32 scalars multiplied into the product, or 0.
+        own_block: the block that lies on this device. Products read its columns where they lie, if they are whole K
+            steps of all rows, and so start before anything has been copied.
+        scales: addresses of fp32 scalars multiplied into the product, one for `a` and one for each of `b`, or 0.
+        device: index of the GPU; the current one if None.
         keep: what must live as long as the plan.
 
     Raises:
@@ -309,12 +370,11 @@ def make_plan(
             f"{len(b)} operands, {len(segments)} segments and {len(blocks)} blocks must be at most {MAX_SECTIONS}, "
             f"{MAX_SEGMENTS} and {MAX_BLOCKS}: use fewer ranks or operands"
         )
+    use_device(torch.cuda.current_device() if device is None else device)
     loaded, shape = library(variant), shape_of(variant)
     spec = Spec(a=a.spec(), sections=len(b), segment_count=len(segments), block_count=len(blocks))
-    columns = 0
     for i, matrix in enumerate(b):
         spec.b[i] = matrix.spec()
-        columns += ceil_div(matrix.rows if not _rows_are_k(variant) else matrix.columns, shape.tile_n)
     for i, segment in enumerate(segments):
         spec.segments[i] = SegmentSpec(segment.target.spec(), segment.column, segment.row, segment.section, 0)
     for i, block in enumerate(blocks):
@@ -322,15 +382,13 @@ def make_plan(
     spec.b_batch_divisor = a.batches // b[0].batches
 
     ctas = tuning.ctas or sm_count // shape.cluster * shape.cluster
-    pairs_m = ceil_div(ceil_div(a.rows, shape.tile_m), shape.cluster)
-    pairs = pairs_m * columns * a.batches
-    copy_ctas = (tuning.copy_ctas or 12) if blocks else 0
-    tail = tuning.tail_pairs
-    if tail < 0 and blocks:
-        copied = a.batches * a.rows * a.columns * shape.element_bytes / (copy_ctas * 60e9)
-        tile = 2 * shape.tile_m * shape.tile_n * a.columns / (6e12 if shape.element_bytes == 2 else 11e12)
-        tail = split_work(pairs, ctas // shape.cluster, copy_ctas // shape.cluster, copied / tile)
-    spec.ctas, spec.copy_ctas, spec.tail_pairs = ctas, copy_ctas, max(tail, 0)
+    rows_are_k = bool(build.VARIANTS[variant][1]["HF_CP_ROWS_ARE_K"])
+    columns = [matrix.columns if rows_are_k else matrix.rows for matrix in b]
+    chosen = schedule(shape, a.rows, columns, a.batches, a.columns, ctas, bool(blocks), tuning.copy_ctas)
+    spec.ctas, spec.copy_ctas, spec.tail_pairs = ctas, chosen.copy_ctas, chosen.tail_pairs
+    if blocks:
+        spec.copy_ctas = tuning.copy_ctas or chosen.copy_ctas
+        spec.tail_pairs = chosen.tail_pairs if tuning.tail_pairs < 0 else tuning.tail_pairs
     spec.window = tuning.window or 8 // shape.cluster
     if blocks:
         assert flags is not None
@@ -346,7 +404,10 @@ def make_plan(
         spec.all_copied, spec.copied_count = flags.all_copied, flags.copied_count
     if flags is not None:
         spec.report, spec.timeout_ns = flags.report, flags.timeout_ns
-    spec.scale_a, spec.scale_b = scales
+    spec.scale_a = scales[0]
+    for i, address in enumerate(scales[1]):
+        spec.scale_b[i] = address
+    spec.own_block = own_block
     spec.test_mode = test_mode
 
     handle = ctypes.c_void_p()
@@ -356,8 +417,16 @@ def make_plan(
     return Plan(loaded, handle, keep)
 
 
-def _rows_are_k(variant: str) -> bool:
-    return bool(build.VARIANTS[variant][1]["HF_CP_ROWS_ARE_K"])
+def choose_variant(
+    variants: Sequence[str], rows: int, columns: Sequence[int], batches: int, k: int, sm_count: int, copied: bool
+) -> str:
+    """Of variants that differ in their tiles, the one that should end first; arguments as for `schedule`."""
+
+    def ns(variant: str) -> float:
+        shape = shape_of(variant)
+        return schedule(shape, rows, columns, batches, k, sm_count // shape.cluster * shape.cluster, copied).ns
+
+    return min(variants, key=ns)
 
 
 def stream_of(device: torch.device | int | None = None) -> int:

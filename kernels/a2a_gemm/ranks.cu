@@ -49,6 +49,10 @@ __global__ void __launch_bounds__(32) meet_kernel(Meeting const m) {
 
 extern "C" int hf_cp_meeting_bytes() { return sizeof(hf_cp::Meeting); }
 
+// Makes the device's context current in this thread. Threads of autograd may have none, and the libraries do not share
+// the runtime that torch told about its device.
+extern "C" int hf_cp_use_device(int device) { return cudaSetDevice(device); }
+
 extern "C" int hf_cp_meet(hf_cp::Meeting const* meeting, void* stream) {
   hf_cp::meet_kernel<<<1, 32, 0, static_cast<cudaStream_t>(stream)>>>(*meeting);
   return cudaGetLastError();

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import build
-from .plan import MAX_RANKS, Flags, Report, stream_of
+from .plan import MAX_RANKS, Flags, Report, stream_of, use_device
 
 COPY_MISSING, RANK_MISSING = 1, 2
 
@@ -152,6 +152,8 @@ class Workspace:
         memory: PeerMemory,
         capacity: int,
     ) -> None:
+        if device.index is None:
+            device = torch.device(device.type, torch.cuda.current_device())
         self.group, self.device, self.world_size, self.rank = group, device, world_size, rank
         self.capacity = capacity
         self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -199,6 +201,7 @@ class Workspace:
 
     def meet(self) -> None:
         """Enqueue the meeting of the ranks on the current stream."""
+        use_device(self.device.index)
         code = self._meet.hf_cp_meet(ctypes.byref(self._meeting), ctypes.c_void_p(stream_of(self.device)))
         if code:
             raise RuntimeError(f"the meeting of the ranks could not be launched (CUDA error {code})")
