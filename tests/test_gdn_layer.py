@@ -291,6 +291,7 @@ def compiled_layer(backend: str, packed: bool) -> float:
 
 def interpret() -> dict[str, Any]:
     prepare_interpreter()
+    from hf_cp.kernels.gdn import warm_up
     from hf_cp.kernels.gdn.triton_layer import conv as conv_kernels
 
     strip, results = conv_kernels.STRIP, {}
@@ -298,7 +299,36 @@ def interpret() -> dict[str, Any]:
         conv_kernels.STRIP = strip if "strips" in name else 8
         results[name] = errors(case, torch.float32, "cpu")
     results["step"] = step_errors(torch.float32, "cpu", batch=2, heads=(1, 2), dim=64)
+    check_registration()
+    warm_up.LENGTHS = (1,)
+    results["warm-up"] = {"seconds": warm_up.warm_up(1, 1, 64, 64, dtype=torch.float32, device="cpu")}
     return results
+
+
+def check_registration() -> None:
+    """What the operators say of themselves, to a compiler, is what they do."""
+    x, weight, halo, widths = randn(1, 9, 8, seed=1), randn(8, 4, seed=2), randn(1, 3, 8, seed=3), [4, 4]
+    offsets, a, heads, state = (
+        torch.tensor([0, 4, 9]),
+        randn(1, 3, 2, seed=4),
+        randn(2, seed=5),
+        randn(1, 2, 64, 64, seed=6),
+    )
+    q = randn(1, 3, 1, 64, seed=7)
+    ops = torch.ops.hf_cp
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (ops.gdn_conv1d, (x, weight, halo, offsets, "silu", widths)),
+        (ops.gdn_conv1d_backward, (x, weight, halo, offsets, "silu", list(x.split(widths, -1)))),
+        (ops.gdn_gates, (a, a, heads, heads)),
+        (ops.gdn_gates_backward, (a, a, heads, heads, a, a)),
+        (ops.gdn_gated_rms_norm, (x, x, weight[:, 0], EPS)),
+        (ops.gdn_gated_rms_norm_backward, (x, x, weight[:, 0], x, EPS)),
+        (ops.gdn_conv_step, (x[:, 0], randn(1, 8, 4, seed=8), weight, "silu")),
+        (ops.gdn_delta_step, (randn(1, 256, seed=9), a[:, 0], a[:, 0], heads, heads, state, 1)),
+        (ops.gdn_chunk, (q, q, a[..., None].expand(1, 3, 2, 64), -a.square(), a, state, None, 1.0, True, "triton")),
+    ]
+    for op, arguments in calls:
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def prepare_short_strips() -> None:
@@ -355,6 +385,10 @@ def interpreted() -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize("case", [*small_cases(), "step"])
 def test_interpreted_kernels_equal_fp64(interpreted: dict[str, dict[str, float]], case: str) -> None:
     assert max(interpreted[case].values()) < 2e-6, interpreted[case]
+
+
+def test_warm_up_runs_every_kernel(interpreted: dict[str, dict[str, float]]) -> None:
+    assert interpreted["warm-up"]["seconds"] > 0
 
 
 def test_interpreted_models() -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
 
 from hf_cp.kernels.gdn import recurrent_gated_delta_rule
-from hf_cp.kernels.gdn.reference import causal_conv1d, gate, l2norm
+from hf_cp.kernels.gdn.reference import causal_conv1d, gate, gated_rms_norm, l2norm
 
 
 @pytest.fixture(autouse=True)
@@ -193,3 +193,30 @@ def test_conv_documents_do_not_see_each_other():
 def test_conv_rejects(change: dict, message: str):
     with pytest.raises(ValueError, match=message):
         causal_conv1d(**{"x": torch.ones(1, 6, 5), "weight": torch.ones(5, 4), **change})
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gated_norm_equals_stock(dtype: torch.dtype, weight_dtype: torch.dtype):
+    """Bit for bit, values and gradients, in every mixture of dtypes."""
+    module = stock.Qwen3_5RMSNormGated(16, eps=1e-5)
+    module.weight.data = randn(16, seed=1).to(weight_dtype)
+    results = []
+    for call in (module, lambda x, z: gated_rms_norm(x, z, module.weight, 1e-5)):
+        x, z = randn(7, 16, seed=2).to(dtype).requires_grad_(), randn(7, 16, seed=3).to(dtype).requires_grad_()
+        y = call(x, z)
+        results.append([y, *torch.autograd.grad(y, [x, z, module.weight], randn(7, 16, seed=4).to(y.dtype))])
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_gated_norm_gradients():
+    inputs = [randn(3, 5, seed=1), randn(3, 5, seed=2), randn(5, seed=3)]
+    function = lambda x, z, weight: gated_rms_norm(x, z, weight, 1e-6)  # noqa: E731
+    assert torch.autograd.gradcheck(function, [t.requires_grad_() for t in inputs])
+
+
+def test_conv_offsets_are_not_read_on_a_device():
+    """A tensor without values stands for one on a device: reading it would raise."""
+    x, weight = torch.empty(1, 6, 5, device="meta"), torch.empty(5, 4, device="meta")
+    offsets = torch.tensor([0, 2, 6]).to("meta")
+    assert causal_conv1d(x, weight, None, offsets).shape == x.shape
