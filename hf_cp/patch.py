@@ -21,6 +21,7 @@ from .models.common import (
     attention,
     causal_lm,
     classification,
+    fused_head,
     gated_delta_net,
     lm_head,
     multimodal,
@@ -83,6 +84,7 @@ def patch(
         _patch_root(root, family, config)
     if cp_group is not None:
         bind(model, mesh)
+        fused_head.serve_fused_head(model)
     plugin.install()
     return model
 

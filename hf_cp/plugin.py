@@ -31,6 +31,7 @@ from .class_swap import stock_class
 from .loss import TrainerItemCount, shift_labels
 from .mesh import CpMesh
 from .models.common.causal_lm import CallOptions, language_model_head
+from .models.common.fused_head import serve_fused_head
 from .state import bind, patch_state
 
 _MARK = "_hf_cp_original"
@@ -206,6 +207,7 @@ def _bind(accelerator: Accelerator, model: nn.Module) -> None:
     _check_world(parallelism, accelerator)
     _check_dtypes(accelerator, model)
     bind(model, CpMesh.from_group(accelerator.torch_device_mesh["cp"].get_group()))
+    serve_fused_head(model)
     accelerator._cp_context = _whole_batch  # pyright: ignore[reportAttributeAccessIssue]
     trainer = sys.modules.get("transformers.trainer")
     if trainer is not None:
@@ -214,6 +216,9 @@ def _bind(accelerator: Accelerator, model: nn.Module) -> None:
         _wrap(trainer.Trainer, "compute_loss", _compute_loss)
         _wrap(trainer.Trainer, "_track_num_input_tokens", _track_num_input_tokens)
         _wrap(trainer.Trainer, "prediction_step", _prediction_step)
+    sft = sys.modules.get("trl.trainer.sft_trainer")
+    if sft is not None:
+        _wrap(sft.SFTTrainer, "compute_loss", _compute_sft_loss)
 
 
 def _check_dtypes(accelerator: Accelerator, model: nn.Module) -> None:
@@ -240,16 +245,15 @@ def _whole_batch(**_: Any) -> Iterator[None]:
 
 
 def _prepare_trainer_inputs(original: Any, trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
-    """Hand a patched model its whole batch, and a language-model head what Trainer's smoother would make of logits."""
-    if patch_state(model) is None or _copies(trainer) == 1:
+    """Hand a patched model its whole batch; TRL's reference model, which it prepares by itself, gets the group too."""
+    state = patch_state(model)
+    if state is None or _copies(trainer) == 1:
         return original(trainer, model, inputs)
-    if trainer.label_smoother is not None and not _loss_from_logits(trainer, model):
-        inputs = dict(inputs)
-        options = inputs.get("cp_options") or CallOptions()
-        inputs["cp_options"] = dataclasses.replace(options, label_smoothing=trainer.label_smoother.epsilon)
-        if inputs.get("labels") is not None:  # under this name Trainer would take them out for its own smoother
-            labels = inputs.pop("labels")
-            inputs["shift_labels"] = shift_labels(labels) if _smoother_shifts(model) else labels
+    reference: Any = getattr(trainer, "ref_model", None)
+    unbound = None if reference is None else patch_state(reference)
+    if reference is not None and unbound is not None and unbound.mesh is not state.mesh:
+        bind(reference, state.mesh)
+        serve_fused_head(reference)
     return contextlib.nullcontext, inputs
 
 
@@ -265,6 +269,16 @@ def _smoother_shifts(model: nn.Module) -> bool:
     return stock_class(head) in type(head).hf_cp_family.causal_lms
 
 
+def _smoothed_by_head(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    inputs = dict(inputs)
+    options = inputs.get("cp_options") or CallOptions()
+    inputs["cp_options"] = dataclasses.replace(options, label_smoothing=trainer.label_smoother.epsilon)
+    if inputs.get("labels") is not None:  # under this name Trainer would take them out for its own smoother
+        labels = inputs.pop("labels")
+        inputs["shift_labels"] = shift_labels(labels) if _smoother_shifts(model) else labels
+    return inputs
+
+
 def _compute_loss(
     original: Any,
     trainer: Any,
@@ -275,9 +289,12 @@ def _compute_loss(
 ) -> Any:
     """A loss made of the whole sequence's logits, which every rank of a group computes alike.
 
-    It gets the true item count, and the loss is multiplied by the number of groups, not of ranks.
+    It gets the true item count, and the loss is multiplied by the number of groups, not of ranks. Label smoothing is
+    left to a language-model head, which needs no logits for it.
     """
     items = num_items_in_batch
+    if _copies(trainer) > 1 and trainer.label_smoother is not None and not _loss_from_logits(trainer, model):
+        inputs = _smoothed_by_head(trainer, model, inputs)
     if not isinstance(items, TrainerItemCount) or not _loss_from_logits(trainer, model):
         return original(trainer, model, inputs, return_outputs, items)
     copies = _copies(trainer)
@@ -286,6 +303,27 @@ def _compute_loss(
     if not items.across_devices:
         return result
     return (result[0] / copies, result[1]) if return_outputs else result / copies
+
+
+def _compute_sft_loss(
+    original: Any,
+    trainer: Any,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """The loss of TRL's SFTTrainer, made of the whole sequence's scores, alike on every rank of a group.
+
+    It is multiplied by the world size before the router's loss is added, so the item count takes back the copies; a
+    user's own function gets the true count.
+    """
+    items = num_items_in_batch
+    if not isinstance(items, TrainerItemCount):
+        return original(trainer, model, inputs, return_outputs, items)
+    if trainer.compute_loss_func is not None:
+        return _compute_loss(original, trainer, model, inputs, return_outputs, items)
+    return original(trainer, model, inputs, return_outputs, items.count * _copies(trainer))
 
 
 def _prediction_step(

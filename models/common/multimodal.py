@@ -30,6 +30,8 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
     return output.to_tuple() if as_tuple else output
 
 
-def vision_forward(module: Any, stock_forward: Any, *args: Any, cp_opened: Any = None, **kwargs: Any) -> Any:
+def vision_forward(
+    module: Any, stock_forward: Any, *args: Any, cp_opened: Any = None, cp_routers: Any = None, **kwargs: Any
+) -> Any:
     """The stock vision tower, which is not sharded; the multimodal decoder hands it all keywords that it was given."""
     return stock_forward(module, *args, **kwargs)

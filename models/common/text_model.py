@@ -281,11 +281,17 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
     """The decoder, called by a user: whole batch in, whole hidden states out. With a cache: the stock forward.
 
     A patched head gives the keyword ``cp_opened``, what its `open_context` returned, and the hidden states stay local.
+    With a list as ``cp_routers``, this rank's router logits go into it.
     """
     arguments = CallArguments(stock_forward, args, kwargs)
-    opened = arguments.pop("cp_opened")
+    opened, routers = arguments.pop("cp_opened"), arguments.pop("cp_routers")
     if opened is not None:
-        return run_local(module, stock_forward, arguments, *opened)
+        if routers is not None:
+            arguments = CallArguments(stock_forward, (), arguments.replace(output_router_logits=True))
+        output = run_local(module, stock_forward, arguments, *opened)
+        if routers is not None:
+            routers += output["router_logits"]
+        return output
     if is_cached(arguments):
         return stock_forward(module, **arguments.replace())
     as_tuple = pop_as_tuple(module, arguments)
