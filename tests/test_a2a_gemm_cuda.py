@@ -171,6 +171,28 @@ def test_batched_pv(ranks: Ranks, Sl: int, h: int, hkv: int, D: int) -> None:
         assert error(results[rank], want) < LIMIT, rank  # pyright: ignore[reportArgumentType]
 
 
+def test_launches_are_reused_and_operands_taken_where_they_lie(ranks: Ranks) -> None:
+    """New numbers at old addresses, and an operand written into the workspace's own buffer."""
+    W, Sl, h, D = ranks.W, 64, 2, 64
+    x, matrix = [draw(1, W * Sl, h, D) for _ in range(W)], draw(200, W * h * D).t()
+
+    def call(r: int, backend: FusedBackend) -> Tensor:
+        buffer = backend.pull_buffer(*x[r].shape)
+        buffer.copy_(x[r])
+        y, _ = backend.a2a_gemm([buffer], [matrix], [W * h], "to_sequence")
+        return y
+
+    counts = []
+    for _ in range(6):
+        for part in x:
+            part.normal_()
+        for rank, (y, gathered) in enumerate(zip(ranks.run(call), to_sequence(x), strict=True)):
+            assert error(y, gathered.flatten(2).float() @ matrix.float()) < LIMIT, rank  # pyright: ignore[reportArgumentType]
+        counts.append(len(ranks.backends[0].plans))
+    # The two halves take turns; the allocator gives the same memory for results again.
+    assert counts[-1] == counts[-3] <= counts[0] + 2
+
+
 @pytest.mark.parametrize(("Sl", "h", "D"), [(100, 3, 80), (64, 2, 128)])
 def test_fp8(ranks: Ranks, Sl: int, h: int, D: int) -> None:
     """Against the same numbers in fp32: products of e4m3 numbers are exact there, the tensor cores' sums nearly so."""

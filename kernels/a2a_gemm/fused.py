@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from .plan import CHOOSE, Block, Matrix, Segment, Tuning, choose_variant, make_plan, stream_of
+from .plan import CHOOSE, Block, Matrix, Plan, PlanCache, Segment, Tuning, choose_variant, make_plan, stream_of
 from .reference import TorchBackend
 from .routes import Route, copies, heads_per_rank, repeat_heads
 from .workspace import Workspace
@@ -24,8 +23,8 @@ class FusedBackend:
     the exchanged operand, the same at all ranks since one sum spans what all of them hold, and one for each weight.
     Results are BF16: `scale_a * scale_b * sum`, with the tensor cores' fast accumulation.
 
-    Operands that are pulled are first copied into the workspace's buffer, unless they lie there already
-    (`pull_buffer`). What was pushed lies there and is copied out, unless `copy_out` is False: then results are only
+    Operands that are pulled are first copied into the workspace's buffer, unless they were written there: see
+    `pull_buffer`. What was pushed lies there and is copied out, unless `copy_out` is False: then results are only
     valid until the second call after this one, which an operator that reads them at once can use.
 
     Args:
@@ -40,7 +39,16 @@ class FusedBackend:
         self.tuning = tuning
         self.copy_out = copy_out
         self.test_mode = 0
+        self.plans = PlanCache()
         self._torch = TorchBackend(workspace.group)
+
+    def pull_buffer(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Where the next `a2a_gemm` of one tensor takes it from: one that is written here need not be copied.
+
+        Valid until that call; no other operator may be called on the workspace in between.
+        """
+        local, _ = self.workspace.peek_half(math.prod(shape) * dtype.itemsize)
+        return local.view(dtype).view(shape)
 
     def exchange(self, tensors: Sequence[Tensor], heads: Sequence[int], route: Route) -> list[Tensor]:
         """Without a product there is nothing to hide the exchange behind: one all-to-all."""
@@ -77,36 +85,14 @@ class FusedBackend:
     ) -> tuple[Tensor, list[Tensor]]:
         """Pull what other ranks hold while the product of what is there runs. One scale for all matrices."""
         addresses_of_scales = self._check([*tensors, *matrices], scales)
-        e = tensors[0].element_size()
         W, r, ws = self.world_size, self.workspace.rank, self.workspace
         B, tokens = tensors[0].shape[:2]
-        sizes = [math.prod(x.shape) * x.element_size() for x in tensors]
-        local, addresses = ws.next_half(sum(-(-size // 16) * 16 for size in sizes))
-        blocks, cuts, widths = [], [0], []
-        offset = 0
-        for x, size, count in zip(tensors, sizes, heads, strict=True):
-            local[offset : offset + size].view(x.dtype).view(x.shape).copy_(x)
-            D = x.shape[3]
-            whole = Matrix(
-                addresses[0] + offset, x.shape[2] * D, tokens, B, x.shape[2] * D * e, tokens * x.shape[2] * D * e
-            )
-            for peer, address in enumerate(addresses):
-                there = replace(whole, address=address + offset)
-                if route == "to_sequence":
-                    rows = tokens // W
-                    part = there.part(0, r * rows, whole.columns, rows, e)
-                    blocks.append(Block(part, cuts[-1]))
-                    cuts.append(cuts[-1] + whole.columns)
-                else:
-                    columns = heads_per_rank(count, W) * D
-                    part = there.part(r * count // W * D, 0, columns, tokens, e)
-                    blocks.append(Block(part, cuts[-1], peer * tokens))
-            if route == "to_sequence":
-                widths.append(W * whole.columns)
-            else:
-                widths.append(heads_per_rank(count, W) * D)
-                cuts.append(cuts[-1] + widths[-1])
-            offset += -(-size // 16) * 16
+        offsets = pull_offsets(tensors)
+        local, addresses = ws.next_half(offsets[-1])
+        for x, offset in zip(tensors, offsets, strict=False):
+            here = local[offset : offset + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+            if here.data_ptr() != x.data_ptr():
+                here.copy_(x)
         if route == "to_sequence":
             matrices = [
                 m
@@ -116,29 +102,41 @@ class FusedBackend:
             ]
         matrix = matrices[0] if len(matrices) == 1 else torch.cat(tuple(matrices))
         rows = tokens // W if route == "to_sequence" else tokens * W
-        gathered = tensors[0].new_empty(B, rows, cuts[-1])
+        gathered = tensors[0].new_empty(B, rows, matrix.shape[0])
         y = tensors[0].new_empty(B, rows, matrix.shape[1], dtype=torch.bfloat16)
-        variants, operand = _operand(matrix)
-        variant = choose_variant(variants, rows, [matrix.shape[1]], B, matrix.shape[0], ws.sm_count, copied=True)
-        plan = make_plan(
-            variant,
-            Matrix.of(gathered),
-            [operand],
-            [Segment(Matrix.of(y, "output"))],
-            blocks=blocks,
-            flags=ws.flags,
-            cuts=cuts,
-            first_column=cuts[r] if route == "to_sequence" else 0,
-            own_block=r if route == "to_sequence" else -1,
-            scales=addresses_of_scales,
-            tuning=self.tuning,
-            sm_count=ws.sm_count,
-            device=ws.device.index,
-            test_mode=self.test_mode,
-        )
+
+        def make() -> Plan:
+            blocks, cuts = pull_blocks(tensors, heads, route, r, addresses)
+            variants, operand = _operand(matrix)
+            return make_plan(
+                choose_variant(variants, rows, [matrix.shape[1]], B, matrix.shape[0], ws.sm_count, copied=True),
+                Matrix.of(gathered),
+                [operand],
+                [Segment(Matrix.of(y, "output"))],
+                blocks=blocks,
+                flags=ws.flags,
+                cuts=cuts,
+                first_column=cuts[r] if route == "to_sequence" else 0,
+                own_block=r if route == "to_sequence" else -1,
+                scales=addresses_of_scales,
+                tuning=self.tuning,
+                sm_count=ws.sm_count,
+                device=ws.device.index,
+                test_mode=self.test_mode,
+            )
+
+        plan = self.plans.get(
+            (
+                "a2a_gemm", route, tuple(heads), addresses[0], *(tuple(x.shape) for x in tensors),
+                *map(_identity, (matrix, gathered, y)), *addresses_of_scales[1], addresses_of_scales[0],
+                self.tuning, self.test_mode,
+            ),
+            make,
+        )  # fmt: skip
         ws.meet()
         plan.run(stream_of(ws.device))
-        parts = gathered.split(widths, dim=2)
+        widths = [heads_per_rank(count, W) * x.shape[3] for x, count in zip(tensors, heads, strict=True)]
+        parts = gathered.split([width * W if route == "to_sequence" else width for width in widths], dim=2)
         return y, [part.unflatten(2, (-1, x.shape[3])) for part, x in zip(parts, tensors, strict=True)]
 
     def gemm_a2a(
@@ -155,45 +153,41 @@ class FusedBackend:
         W, r, ws = self.world_size, self.workspace.rank, self.workspace
         B, tokens = x.shape[:2]
         received = tokens * W if route == "to_heads" else tokens // W
-        operands = [_operand(matrix) for matrix in matrices]
-        if len({variants for variants, _ in operands}) > 1:
-            raise ValueError("weights must all be transposed or none: their strides differ")
         here = [heads_per_rank(count, W) * (1 if route == "to_heads" else W) for count in heads]
         sizes = [B * received * count * head_dim * 2 for count in here]
         local, addresses = ws.next_half(sum(sizes))
-        segments, outputs = [], []
-        offset = first = 0
-        for section, (count, mine, size) in enumerate(zip(heads, here, sizes, strict=True)):
-            width = heads_per_rank(count, W) * head_dim
-            for peer, address in enumerate(addresses):
-                there = Matrix(
-                    address + offset, mine * head_dim, received, B, mine * head_dim * 2, received * mine * head_dim * 2
-                )
-                if route == "to_heads":
-                    target = there.part(0, r * tokens, width, tokens, 2)
-                    segments.append(Segment(target, first + peer * count // W * head_dim, 0, section))
-                else:
-                    target = there.part(r * width, 0, width, received, 2)
-                    segments.append(Segment(target, first, peer * received, section))
-            outputs.append(local[offset : offset + size].view(torch.bfloat16).view(B, received, mine, head_dim))
-            offset += size
-            first += matrices[section].shape[1]
         rows = x if x.stride(2) == 1 else x.contiguous()
-        columns = [matrix.shape[1] for matrix in matrices]
-        variant = choose_variant(operands[0][0], tokens, columns, B, x.shape[2], ws.sm_count, copied=False)
-        plan = make_plan(
-            variant,
-            Matrix.of(rows, "x"),
-            [operand for _, operand in operands],
-            segments,
-            scales=addresses_of_scales,
-            tuning=self.tuning,
-            sm_count=ws.sm_count,
-            device=ws.device.index,
-            test_mode=self.test_mode,
-        )
+
+        def make() -> Plan:
+            operands = [_operand(matrix) for matrix in matrices]
+            if len({variants for variants, _ in operands}) > 1:
+                raise ValueError("weights must all be transposed or none: their strides differ")
+            columns = [matrix.shape[1] for matrix in matrices]
+            return make_plan(
+                choose_variant(operands[0][0], tokens, columns, B, x.shape[2], ws.sm_count, copied=False),
+                Matrix.of(rows, "x"),
+                [operand for _, operand in operands],
+                push_segments((B, tokens), columns, heads, head_dim, route, r, addresses),
+                scales=addresses_of_scales,
+                tuning=self.tuning,
+                sm_count=ws.sm_count,
+                device=ws.device.index,
+                test_mode=self.test_mode,
+            )
+
+        plan = self.plans.get(
+            (
+                "gemm_a2a", route, tuple(heads), head_dim, addresses[0], *map(_identity, (rows, *matrices)),
+                *addresses_of_scales[1], addresses_of_scales[0], self.tuning, self.test_mode,
+            ),
+            make,
+        )  # fmt: skip
         plan.run(stream_of(ws.device))
         ws.meet()
+        outputs = [
+            part.view(torch.bfloat16).view(B, received, count, head_dim)
+            for part, count in zip(local.split(sizes), here, strict=True)
+        ]
         return [y.clone() for y in outputs] if self.copy_out else outputs
 
     def batched_pv_a2a(self, p: Tensor, v: Tensor) -> Tensor:
@@ -206,26 +200,104 @@ class FusedBackend:
         local, addresses = ws.next_half(size)
         row_stride = W * h * D * 2
         for b in range(B):
-            segments = [
-                Segment(
-                    Matrix(address + b * rows * row_stride + r * h * D * 2, D, rows, h, row_stride, D * 2), 0, q * rows
+
+            def make(b: int = b) -> Plan:
+                start = b * rows * row_stride + r * h * D * 2
+                return make_plan(
+                    "bf16_batched",
+                    Matrix.of(p[b], "p"),
+                    [Matrix.of(v[b].transpose(0, 1), "v")],
+                    [
+                        Segment(Matrix(address + start, D, rows, h, row_stride, D * 2), 0, peer * rows)
+                        for peer, address in enumerate(addresses)
+                    ],
+                    tuning=self.tuning,
+                    sm_count=ws.sm_count,
+                    device=ws.device.index,
+                    test_mode=self.test_mode,
                 )
-                for q, address in enumerate(addresses)
-            ]
-            plan = make_plan(
-                "bf16_batched",
-                Matrix.of(p[b], "p"),
-                [Matrix.of(v[b].transpose(0, 1), "v")],
-                segments,
-                tuning=self.tuning,
-                sm_count=ws.sm_count,
-                device=ws.device.index,
-                test_mode=self.test_mode,
-            )
-            plan.run(stream_of(ws.device))
+
+            key = ("batched_pv_a2a", b, addresses[0], _identity(p), _identity(v), self.tuning, self.test_mode)
+            self.plans.get(key, make).run(stream_of(ws.device))
         ws.meet()
         output = local.view(p.dtype).view(B, rows, W * h, D)
         return output.clone() if self.copy_out else output
+
+
+def pull_offsets(tensors: Sequence[Tensor]) -> list[int]:
+    """Where each operand starts in a half, in bytes, and, last, how long they are together."""
+    offsets = [0]
+    for x in tensors:
+        offsets.append(offsets[-1] + -(-x.numel() * x.element_size() // 16) * 16)
+    return offsets
+
+
+def pull_blocks(
+    tensors: Sequence[Tensor], heads: Sequence[int], route: Route, rank: int, addresses: Sequence[int]
+) -> tuple[list[Block], list[int]]:
+    """Which part of every rank's half is which part of the gathered operand, and the columns where the rank changes.
+
+    The first blocks are the ranks' parts of the first operand, in rank order.
+    """
+    W, e = len(addresses), tensors[0].element_size()
+    B, tokens = tensors[0].shape[:2]
+    blocks, cuts = [], [0]
+    for x, offset, count in zip(tensors, pull_offsets(tensors), heads, strict=False):
+        D, width = x.shape[3], x.shape[2] * x.shape[3]
+        for peer, address in enumerate(addresses):
+            there = Matrix(address + offset, width, tokens, B, width * e, tokens * width * e)
+            if route == "to_sequence":
+                rows = tokens // W
+                blocks.append(Block(there.part(0, rank * rows, width, rows, e), cuts[-1]))
+                cuts.append(cuts[-1] + width)
+            else:
+                columns = heads_per_rank(count, W) * D
+                part = there.part(rank * count // W * D, 0, columns, tokens, e)
+                blocks.append(Block(part, cuts[-1], peer * tokens))
+        if route == "to_heads":
+            cuts.append(cuts[-1] + heads_per_rank(count, W) * D)
+    return blocks, cuts
+
+
+def push_segments(
+    shape: tuple[int, int],
+    columns: Sequence[int],
+    heads: Sequence[int],
+    head_dim: int,
+    route: Route,
+    rank: int,
+    addresses: Sequence[int],
+) -> list[Segment]:
+    """Which part of the product goes where in every rank's half, where results lie one operand after another.
+
+    Args:
+        shape: B and the tokens of x.
+        columns: of each operand's product.
+    """
+    W = len(addresses)
+    B, tokens = shape
+    received = tokens * W if route == "to_heads" else tokens // W
+    segments = []
+    offset = first = 0
+    for section, (count, product_columns) in enumerate(zip(heads, columns, strict=True)):
+        width = heads_per_rank(count, W) * head_dim
+        row = width if route == "to_heads" else width * W
+        for peer, address in enumerate(addresses):
+            there = Matrix(address + offset, row, received, B, row * 2, received * row * 2)
+            if route == "to_heads":
+                target = there.part(0, rank * tokens, width, tokens, 2)
+                segments.append(Segment(target, first + peer * count // W * head_dim, 0, section))
+            else:
+                target = there.part(rank * width, 0, width, received, 2)
+                segments.append(Segment(target, first, peer * received, section))
+        offset += B * received * row * 2
+        first += product_columns
+    return segments
+
+
+def _identity(x: Tensor) -> tuple[Hashable, ...]:
+    """What a launch reads of a tensor."""
+    return x.data_ptr(), tuple(x.shape), x.stride(), x.dtype
 
 
 def _operand(matrix: Tensor) -> tuple[tuple[str, ...], Matrix]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -309,6 +309,31 @@ class Plan:
     def __del__(self) -> None:
         if self.handle:
             self.library.hf_cp_destroy(self.handle)
+
+
+class PlanCache:
+    """Launches by what they were described from: a training step repeats its shapes, and mostly its addresses.
+
+    Args:
+        limit: launches kept; the one unused for longest goes first.
+    """
+
+    def __init__(self, limit: int = 512) -> None:
+        self._plans: dict[Hashable, Plan] = {}
+        self._limit = limit
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def get(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
+        """The launch of `key`, made if it is new. The key has to hold everything that `make` reads."""
+        plan = self._plans.pop(key, None)
+        if plan is None:
+            plan = make()
+            if len(self._plans) >= self._limit:
+                del self._plans[next(iter(self._plans))]
+        self._plans[key] = plan
+        return plan
 
 
 @dataclass(frozen=True)

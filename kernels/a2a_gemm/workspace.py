@@ -187,8 +187,8 @@ class Workspace:
         self._state[0] = epoch
         torch.cuda.synchronize(self.device)
 
-    def next_half(self, nbytes: int) -> tuple[Tensor, list[int]]:
-        """The buffer of this epoch: this rank's bytes, and the address of every rank's.
+    def peek_half(self, nbytes: int) -> tuple[Tensor, list[int]]:
+        """The buffer of the next epoch: this rank's bytes, and the address of every rank's.
 
         Raises:
             ValueError: more bytes than the workspace was made for.
@@ -196,8 +196,13 @@ class Workspace:
         if nbytes > self.capacity:
             raise ValueError(f"the operand has {nbytes} bytes, the workspace was made for capacity={self.capacity}")
         start = self._half * self.capacity
-        self._half ^= 1
         return self._memory.local[start : start + nbytes], [address + start for address in self._memory.addresses]
+
+    def next_half(self, nbytes: int) -> tuple[Tensor, list[int]]:
+        """As `peek_half`, for the call that uses it."""
+        half = self.peek_half(nbytes)
+        self._half ^= 1
+        return half
 
     def meet(self) -> None:
         """Enqueue the meeting of the ranks on the current stream."""
