@@ -11,6 +11,7 @@ import faulthandler
 import functools
 import importlib.util
 import io
+import json
 import math
 import multiprocessing
 import os
@@ -21,9 +22,11 @@ import socket
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import traceback
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.deterministic
 from torch import Tensor
+from torch._C import _distributed_c10d as _c10d
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -391,6 +395,60 @@ _HEAVY_MODULES = (
     "accelerate",
     "peft",
 )
+# Messages that a rank remembers, for when it hangs.
+_REMEMBERED = 200
+_SHOWN = 30
+
+
+class _Messages:
+    """The last messages of this process, and which of them are under way; read by another thread when it hangs.
+
+    Collectives are in torch's flight recorder. gloo leaves sends and receives out of it, so they are noted here.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: deque[tuple[int, str, Any]] = deque(maxlen=_REMEMBERED)
+        for name in ("send", "recv"):
+            setattr(dist.ProcessGroup, name, self._noting(name, getattr(dist.ProcessGroup, name)))
+
+    def _noting(self, name: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def method(group: Any, tensors: Any, peer: int, *args: Any) -> Any:
+            shapes = " ".join(str(list(x.shape)) for x in tensors)
+            direction = "to" if name == "send" else "from"
+            entry = [time.time_ns(), f"{name} {shapes} {direction} rank {peer} of {group.size()}", None]
+            self._pairs.append(entry)  # pyright: ignore[reportArgumentType]
+            entry[2] = original(group, tensors, peer, *args)
+            return entry[2]
+
+        return method
+
+    def __str__(self) -> str:
+        trace = json.loads(_c10d._dump_fr_trace_json(True, False))  # pyright: ignore[reportAttributeAccessIssue]
+        lines = [
+            (
+                entry["time_created_ns"],
+                f"{entry['profiling_name'].partition(':')[2]} {entry['input_sizes']} in {entry['process_group'][1]}",
+                entry["retired"],
+            )
+            for entry in trace.get("entries", [])
+        ]
+        lines += [(when, text, work is not None and work.is_completed()) for when, text, work in list(self._pairs)]
+        now = time.time_ns()
+        shown = [
+            f"  {(now - when) / 1e9:8.2f} s ago  {text}{'' if finished else '  <- not finished'}"
+            for when, text, finished in sorted(lines, key=lambda line: line[0])[-_SHOWN:]
+        ]
+        return "\n".join([f"its last {len(shown)} of {len(lines)} messages:", *shown])
+
+
+def _answer_for_messages(messages: _Messages, pipe: connection.Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pipe.recv_bytes()
+            pipe.send_bytes(str(messages).encode())
+
+
 # Time that the other ranks get to finish, or to be shown where they wait, once one has failed.
 _GRACE_SECONDS = 3.0
 
@@ -414,6 +472,7 @@ class World:
         self._folder: Path | None = None
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
+        self._watches: list[connection.Connection] = []
 
     def __enter__(self) -> World:
         return self
@@ -430,7 +489,8 @@ class World:
             timeout: seconds for all ranks to finish. The ranks' start is not counted.
 
         Raises:
-            RankFailure: a rank raised, died or ran past the timeout; with the stacks of those that were waiting.
+            RankFailure: a rank raised, died or ran past the timeout; with the stacks of those that were waiting, and
+                after a timeout with the last messages of every rank.
         """
         task = _dumps((fn, args))
         if not self._processes:
@@ -445,13 +505,13 @@ class World:
 
     def close(self) -> None:
         """Stop the ranks; the next `run` starts new ones."""
-        for pipe in self._pipes:
+        for pipe in self._pipes + self._watches:
             pipe.close()
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._watches = [], [], []
         if self._folder is not None:
             shutil.rmtree(self._folder)
             self._folder = None
@@ -465,12 +525,15 @@ class World:
             port = probe.getsockname()[1]
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.size, self.backend, str(folder), port, theirs, list(sys.path))
+            watch, watched = context.Pipe()
+            arguments = (rank, self.size, self.backend, str(folder), port, theirs, watched, list(sys.path))
             process = context.Process(target=_rank_main, args=arguments, daemon=True)
             process.start()
             theirs.close()
+            watched.close()
             self._processes.append(process)
             self._pipes.append(ours)
+            self._watches.append(watch)
         _, reports = self._collect(timeout=120.0)
         if reports:
             self.close()
@@ -506,7 +569,19 @@ class World:
         for rank in waiting:
             why = "was waiting while another rank failed" if failed_elsewhere else f"did not finish within {timeout} s"
             reports[rank] = f"{why}; its stack:\n{self._stack(rank)}"
+        if waiting and not failed_elsewhere:
+            for rank in range(self.size):
+                reports[rank] = f"{reports.get(rank, 'finished')}\n{self._messages(rank)}"
         return values, reports
+
+    def _messages(self, rank: int) -> str:
+        """What a rank sent and received last; its main thread may hang in one of them."""
+        watch = self._watches[rank]
+        try:
+            watch.send_bytes(b"")
+            return watch.recv_bytes().decode() if watch.poll(_GRACE_SECONDS) else "(gives no list of its messages)"
+        except (OSError, EOFError):
+            return "(is gone, and with it the list of its messages)"
 
     def _stack(self, rank: int) -> str:
         assert self._folder is not None
@@ -533,7 +608,14 @@ def _fork_server() -> Any:
 
 
 def _rank_main(
-    rank: int, size: int, backend: str, folder: str, port: int, pipe: connection.Connection, path: list[str]
+    rank: int,
+    size: int,
+    backend: str,
+    folder: str,
+    port: int,
+    pipe: connection.Connection,
+    watched: connection.Connection,
+    path: list[str],
 ) -> None:
     # Open for the life of the process: the signal handler and the fault handler write to it.
     stack = open(os.path.join(folder, f"stack{rank}"), "w")  # noqa: SIM115
@@ -548,7 +630,9 @@ def _rank_main(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
+        TORCH_FR_BUFFER_SIZE=str(_REMEMBERED),
     )
+    threading.Thread(target=_answer_for_messages, args=(_Messages(), watched), daemon=True).start()
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
