@@ -16,7 +16,7 @@ struct Meeting {
   int32_t ranks, rank;
 };
 
-__global__ void __launch_bounds__(32) meet_kernel(Meeting const m) {
+__global__ void __launch_bounds__(32) meet_kernel(__grid_constant__ Meeting const m) {
   uint64_t* const counter = reinterpret_cast<uint64_t*>(m.epoch);
   uint64_t const epoch = *counter + 1;
   __syncwarp();
