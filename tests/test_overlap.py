@@ -100,7 +100,11 @@ def test_late_weight_gradient_is_autograds(dtype: torch.dtype | None, frozen: bo
     for _ in range(2):
         found = gradients(projection, LateGradient(projection), dtype)
         for a, b in zip(found, expected, strict=True):
-            assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
+            if a is None or b is None:
+                assert a is b
+            else:
+                assert a.dtype == b.dtype
+                assert torch.equal(a, b)
 
 
 def test_a_wrapped_projection_is_called_as_it_is() -> None:
