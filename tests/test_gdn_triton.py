@@ -1,4 +1,4 @@
-"""The Triton stages: interpreted in fp32 on the CPU, compiled for sm_90, and in every dtype on a GPU, against fp64.
+"""The Triton and the Gluon stages: interpreted on the CPU (Triton), compiled for sm_90, and on a GPU, against fp64.
 
 Interpreting and compiling each need Triton in a mode that is fixed when it is imported, so both run in a process of
 their own: this file, as a script.
@@ -7,23 +7,28 @@ their own: this file, as a script.
 # Triton is optional.
 # pyright: reportMissingImports=false, reportCallIssue=false, reportAttributeAccessIssue=false
 
+import importlib
 import json
-import os
-import re
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from triton_processes import compiled_launches, in_process, prepare_interpreter
+
+from hf_cp.kernels.gdn.backend import unserved_reason
 
 pytest.importorskip("triton")
 
 STAGE_OUTPUTS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state", "M", "h", "dh")
 DOCUMENTS = [0, 0, 5, 70, 70, 100, 100]
+COMPILED: dict[str, dict[str, Any]] = {
+    "triton": {"key_dim": 128, "value_dim": 128},
+    "gluon": {"key_dim": 128, "value_dim": 128},
+    "gluon, one value head a key head": {"key_dim": 128, "value_dim": 128, "group": 1},
+}
 INTERPRETED: dict[str, dict[str, Any]] = {
     "two chunks": {"seq_len": 65},
     "batch": {"seq_len": 130, "batch": 2, "key_heads": 2, "group": 1},
@@ -91,6 +96,15 @@ def inputs(
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in x.items()}
 
 
+def stages(backend: str) -> Any:
+    """The stage functions of a backend, also where it is not available."""
+    return importlib.import_module(f"hf_cp.kernels.gdn.{backend}_stages")
+
+
+def case_backend(case: str) -> str:
+    return case.split(",")[0]
+
+
 def run_stages(stages: Any, x: dict[str, Any]) -> dict[str, torch.Tensor]:
     q, k, v, g, beta = (x[name] for name in ("q", "k", "v", "g", "beta"))
     options: Any = {"scale": q.shape[-1] ** -0.5, "use_qk_l2norm_in_kernel": x["normalize"]}
@@ -134,103 +148,33 @@ def in_spans(chunks: Any, size: int) -> Any:
 
 def interpret() -> dict[str, dict[str, float]]:
     """Errors of every case of INTERPRETED."""
-    import triton
-    import triton.runtime.interpreter as interpreter
-
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-        # Triton 3.6 converts an array of one element by int(), which numpy 2.4 refuses; 3.7 squeezes it first.
-        patch_tensor = interpreter._patch_lang_tensor
-
-        def patch_and_squeeze(tensor: Any, *args: Any) -> None:
-            patch_tensor(tensor, *args)
-            tensor.__index__ = lambda self: int(self.handle.data.item())
-
-        interpreter._patch_lang_tensor = patch_and_squeeze
+    prepare_interpreter()
     from hf_cp.kernels.gdn import triton_stages
+    from hf_cp.kernels.gdn.triton_stages import compose
 
-    split, results = triton_stages.split, {}
+    split, results = compose.split, {}
     for name, case in INTERPRETED.items():
         size = case.pop("span_chunks", None)
-        triton_stages.split = split if size is None else lambda chunks, *_, size=size: in_spans(chunks, size)
+        compose.split = split if size is None else lambda chunks, *_, size=size: in_spans(chunks, size)
         x = inputs(**case)
         results[name] = errors(x, run_stages(triton_stages, x))
     return results
 
 
-def compile_launches(key_dim: int, value_dim: int, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Registers and spilled bytes of every kernel that the stages launch, compiled for sm_90 without a GPU."""
-    import triton
-    from triton import knobs
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.runtime.jit import JITFunction
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
-    names[torch.int64] = "i64"
-    reports = []
-
-    def kind_of(value: Any, is_constexpr: bool) -> tuple[str, bool]:
-        """The type of an argument as a launch would specialise it, and whether it is a multiple of 16."""
-        if is_constexpr or value is None or (type(value) is int and value == 1):
-            return "constexpr", False
-        if isinstance(value, TensorDescriptor):
-            return f"tensordesc<{names[value.base.dtype]}[{','.join(map(str, value.block_shape))}]>", False
-        if isinstance(value, torch.Tensor):
-            return "*" + names[value.dtype], True
-        if isinstance(value, float):
-            return "fp32", False
-        return "i32", value % 16 == 0
-
-    def compile_one(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **keywords: Any) -> None:
-        bound: dict[str, Any] = dict(zip(self.arg_names, args, strict=False)) | keywords
-        options = {name: value for name, value in keywords.items() if name not in self.arg_names}
-        signature, constants, attributes = {}, {}, {}
-        for index, (name, parameter) in enumerate(zip(self.arg_names, self.params, strict=True)):
-            kind, aligned = kind_of(bound[name], parameter.is_constexpr)
-            signature[name] = kind
-            if kind == "constexpr":
-                constants[(index,)] = bound[name]
-            if aligned:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self, signature, constants, attributes)
-        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "kernel.ptx"
-            path.write_text(ptx)
-            # Triton writes PTX for the newest assembler that it carries.
-            for tool in (knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell):
-                command = [tool.path, "-v", "-arch=sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
-                log = subprocess.run(command, capture_output=True, text=True).stderr
-                if "Used" in log:
-                    break
-        registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
-        assert registers is not None, log
-        assert spilled is not None, log
-        reports.append(
-            {"kernel": self.__name__, "registers": int(registers.group(1)), "spilled": int(spilled.group(1))}
-        )
-
-    JITFunction.run = compile_one
-    from hf_cp.kernels.gdn import triton_stages
-
-    x = inputs(128, key_heads=16, key_dim=key_dim, value_dim=value_dim, dtype=dtype)
-    run_stages(triton_stages, x)
+def compile_launches() -> dict[str, list[dict[str, Any]]]:
+    """Registers and spilled bytes of every kernel that a backend launches, compiled for sm_90 without a GPU."""
+    reports = {}
+    for name, case in COMPILED.items():
+        x = inputs(128, key_heads=16, dtype=torch.bfloat16, **case)
+        with compiled_launches() as compiled:
+            run_stages(stages(case_backend(name)), x)
+        reports[name] = [{key: report[key] for key in ("kernel", "registers", "spilled")} for report in compiled]
     return reports
-
-
-def in_process(mode: str, **environment: str) -> Any:
-    # The interpreter must not be asked for by the environment of the tests themselves.
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, mode]
-    done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict[str, float]]:
-    return in_process("interpret", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    return in_process(__file__, "interpret", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 @pytest.mark.parametrize("case", INTERPRETED)
@@ -238,18 +182,22 @@ def test_interpreted_stages_equal_fp64(interpreted: dict[str, dict[str, float]],
     assert max(interpreted[case].values()) < 1e-4, interpreted[case]
 
 
-def test_launches_compile_for_sm_90():
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    return in_process(__file__, "compile")
+
+
+KERNELS = {
+    "triton": {"_prepare", "_forward", "_backward", "_value", "_key", "_query"},
+    "gluon": {"_prepare", "_forward", "_backward", "_gradient"},
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_launches_compile_for_sm_90(compiled: dict[str, list[dict[str, Any]]], case: str):
     """No kernel spills but by the few bytes that were measured to cost less than fewer registers would."""
-    reports = in_process("compile")
-    kernels = {report["kernel"] for report in reports}
-    assert kernels == {
-        "_prepare_kernel",
-        "_forward_kernel",
-        "_backward_kernel",
-        "_value_kernel",
-        "_key_kernel",
-        "_query_kernel",
-    }
+    reports = compiled[case]
+    assert {report["kernel"].removesuffix("_kernel") for report in reports} == KERNELS[case_backend(case)]
     assert all(report["spilled"] <= 192 for report in reports), reports
 
 
@@ -261,11 +209,12 @@ def test_import_needs_no_triton():
 BOUNDS = {torch.bfloat16: 5.86e-3, torch.float16: 1e-3, torch.float32: 1e-4}
 
 
-def check_on_gpu(**case: Any) -> None:
-    from hf_cp.kernels.gdn import triton_stages
-
+def check_on_gpu(backend: str, **case: Any) -> None:
+    reason = unserved_reason(backend, key_dim=case["key_dim"], value_dim=case["value_dim"], dtype=case["dtype"])
+    if reason is not None:
+        pytest.skip(f"{backend}: {reason}")
     x = inputs(device="cuda", **case)
-    found = errors(x, run_stages(triton_stages, x))
+    found = errors(x, run_stages(stages(backend), x))
     bounds = dict.fromkeys(found, BOUNDS[case["dtype"]])
     # M is a product of as many factors as the span has chunks, rounded in each. dg is a sum of terms that cancel but
     # for what the gates change; few heads and a random state in a short span leave little.
@@ -279,14 +228,19 @@ def check_on_gpu(**case: Any) -> None:
     assert all(error < bounds[name] for name, error in found.items()), found
 
 
+BACKENDS = pytest.mark.parametrize("backend", ["triton", "gluon"])
+
+
 @pytest.mark.gpu(1)
+@BACKENDS
 @pytest.mark.parametrize("seq_len", [1, 63, 64, 65, 1000])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (128, 128), (256, 256), (64, 128), (128, 64)])
-def test_gpu_lengths_and_dims(seq_len: int, key_dim: int, value_dim: int):
-    check_on_gpu(seq_len=seq_len, key_heads=2, key_dim=key_dim, value_dim=value_dim, dtype=torch.bfloat16)
+def test_gpu_lengths_and_dims(backend: str, seq_len: int, key_dim: int, value_dim: int):
+    check_on_gpu(backend, seq_len=seq_len, key_heads=2, key_dim=key_dim, value_dim=value_dim, dtype=torch.bfloat16)
 
 
 @pytest.mark.gpu(1)
+@BACKENDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
     "case",
@@ -305,52 +259,50 @@ def test_gpu_lengths_and_dims(seq_len: int, key_dim: int, value_dim: int):
         {"cu_seqlens": [0, 0, 5, 70, 70, 198, 300, 300]},
     ],
 )
-def test_gpu_inputs(case: dict[str, Any], dtype: torch.dtype):
-    check_on_gpu(seq_len=300, key_dim=128, value_dim=128, dtype=dtype, **case)
+def test_gpu_inputs(backend: str, case: dict[str, Any], dtype: torch.dtype):
+    check_on_gpu(backend, seq_len=300, key_dim=128, value_dim=128, dtype=dtype, **case)
 
 
 @pytest.mark.gpu(1)
+@BACKENDS
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("seq_len", [8192, 16384, 32768])
-def test_gpu_long(seq_len: int, with_state: bool, seed: int):
+def test_gpu_long(backend: str, seq_len: int, with_state: bool, seed: int):
     case: Any = {"key_heads": 4, "key_dim": 128, "value_dim": 128, "dtype": torch.bfloat16}
-    check_on_gpu(seq_len=seq_len, with_state=with_state, seed=seed, **case)
+    check_on_gpu(backend, seq_len=seq_len, with_state=with_state, seed=seed, **case)
 
 
 @pytest.mark.gpu(1)
-def test_gpu_runs_are_bitwise_equal(poison_empty: None):
-    from hf_cp.kernels.gdn import triton_stages
-
+@BACKENDS
+def test_gpu_runs_are_bitwise_equal(poison_empty: None, backend: str):
     x = inputs(1000, key_heads=4, key_dim=128, value_dim=128, dtype=torch.bfloat16, device="cuda")
-    first = run_stages(triton_stages, x)
+    first = run_stages(stages(backend), x)
     for _ in range(29):
-        again = run_stages(triton_stages, x)
+        again = run_stages(stages(backend), x)
         assert all(torch.equal(again[name], first[name]) for name in first)
 
 
 @pytest.mark.gpu(1)
-def test_gpu_more_than_65535_states():
+@BACKENDS
+def test_gpu_more_than_65535_states(backend: str):
     """As many one-token documents as rows of a batch: the same values, one packed."""
-    from hf_cp.kernels.gdn import triton_stages
-
-    count = 40_000
-    x = inputs(1, batch=count, key_dim=64, value_dim=64, dtype=torch.bfloat16, device="cuda")
-    rows = run_stages(triton_stages, x)
+    count, dim = 40_000, 128 if backend == "gluon" else 64
+    x = inputs(1, batch=count, key_dim=dim, value_dim=dim, dtype=torch.bfloat16, device="cuda")
+    rows = run_stages(stages(backend), x)
     packed = {
         name: value.reshape(1, count, *value.shape[2:]) if name in ("q", "k", "v", "g", "beta", "do") else value
         for name, value in x.items()
     }
     packed["cu_seqlens"] = torch.arange(count + 1, device="cuda", dtype=torch.int32)
-    documents = run_stages(triton_stages, packed)
+    documents = run_stages(stages(backend), packed)
     assert all(torch.equal(documents[name].flatten(), rows[name].flatten()) for name in documents)
 
 
 @pytest.mark.gpu(1)
-def test_gpu_more_than_2_31_elements():
+@BACKENDS
+def test_gpu_more_than_2_31_elements(backend: str):
     """The last heads of a tensor of more than 2^31 elements come out as they do alone."""
-    from hf_cp.kernels.gdn import triton_stages
-
     if torch.cuda.get_device_properties(0).total_memory < 100e9:
         pytest.skip("needs 100 GB of GPU memory")
     heads, seq_len = 128, 2**17 + 64
@@ -360,9 +312,9 @@ def test_gpu_more_than_2_31_elements():
     g = -torch.rand(shape[:3], device="cuda", generator=generator)
     beta = torch.rand(shape[:3], device="cuda", generator=generator).bfloat16()
     options: Any = {"scale": 0.1, "initial_state": None, "use_qk_l2norm_in_kernel": True}
-    o, final_state = triton_stages.forward(q, k, v, g, beta, **options)
+    o, final_state = stages(backend).forward(q, k, v, g, beta, **options)
     part = [x[:, :, -2:].contiguous() for x in (q, k, v, g, beta)]
-    o_part, final_part = triton_stages.forward(*part, **options)
+    o_part, final_part = stages(backend).forward(*part, **options)
     assert torch.equal(o[:, :, -2:], o_part)
     assert torch.equal(final_state[:, -2:], final_part)
 
@@ -371,4 +323,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "interpret":
         print(json.dumps(interpret()))
     else:
-        print(json.dumps(compile_launches(128, 128, torch.bfloat16)))
+        print(json.dumps(compile_launches()))

@@ -58,13 +58,15 @@ _NAMES = {
 
 def _kind_of(value: Any, parameter: Any) -> tuple[str, bool]:
     """The type of an argument as a launch would specialise it, and whether it is a multiple of 16."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     free = parameter.do_not_specialize
     if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and not free):
         return "constexpr", False
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{_NAMES[value.base.dtype]}[{','.join(map(str, value.block_shape))}]>", False
+    if isinstance(value, TensorDescriptor | GluonDescriptor):
+        layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
+        return f"tensordesc<{_NAMES[value.base.dtype]}[{','.join(map(str, value.block_shape))}]{layout}>", False
     if isinstance(value, torch.Tensor):
         return "*" + _NAMES[value.dtype], True
     if isinstance(value, float):
@@ -79,6 +81,7 @@ def compiled_launches() -> Iterator[list[dict[str, Any]]]:
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
     from triton.runtime.jit import JITFunction
 
     reports: list[dict[str, Any]] = []
@@ -94,7 +97,8 @@ def compiled_launches() -> Iterator[list[dict[str, Any]]]:
                 constants[(index,)] = bound[name]
             if aligned:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self, signature, constants, attributes)
+        kind_of_source = GluonASTSource if isinstance(self, GluonJITFunction) else ASTSource
+        source = kind_of_source(self, signature, constants, attributes)
         ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
         log = _assemble(ptx, knobs)
         registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)

@@ -11,11 +11,14 @@ from typing import Any, Protocol, cast
 import torch
 
 # A backend is a module of this package with the functions of `Stages`; it is imported when first asked for.
-_MODULES = {"eager": "eager", "triton": "triton_stages"}
-# What the Triton kernels serve.
+_MODULES = {"eager": "eager", "triton": "triton_stages", "gluon": "gluon_stages"}
+# What the kernels serve.
 OLDEST_TRITON = (3, 6)
-DIMS = (64, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DIMS = {"triton": (64, 128, 256), "gluon": (128,)}
+DTYPES = {
+    "triton": (torch.bfloat16, torch.float16, torch.float32),
+    "gluon": (torch.bfloat16, torch.float16),
+}
 MAX_TAPS = 4
 
 
@@ -93,19 +96,19 @@ def check_known(name: str) -> None:
 def _absent_reason(name: str) -> str | None:
     """Why backend `name` cannot run in this process, whatever it is given; None if it can."""
     check_known(name)
-    if name != "triton":
+    if name == "eager":
         return None
     if find_spec("triton") is None:
         return "Triton is not installed"
     if tuple(map(int, version("triton").split(".")[:2])) < OLDEST_TRITON:
         return f"Triton {version('triton')} is older than {'.'.join(map(str, OLDEST_TRITON))}"
     if interprets():
-        return None
+        return "Triton's interpreter does not run Gluon" if name == "gluon" else None
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA GPU"
     capability = torch.cuda.get_device_capability()
     if capability[0] != 9:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, the Triton stages need 9.0 (Hopper)"
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, the Triton kernels need 9.0 (Hopper)"
     return None
 
 
@@ -123,15 +126,15 @@ def unserved_reason(
     dtype: torch.dtype | None = None,
 ) -> str | None:
     """Why backend `name` serves such inputs on no machine; None if it does on some. See `unavailable_reason`."""
-    if name != "triton":
+    if name == "eager":
         return None
     for field, dim in (("K", key_dim), ("V", value_dim)):
-        if dim is not None and dim not in DIMS:
-            return f"head dim {field}={dim} is not one of {', '.join(map(str, DIMS))}"
+        if dim is not None and dim not in DIMS[name]:
+            return f"head dim {field}={dim} is not one of {', '.join(map(str, DIMS[name]))}"
     if taps is not None and taps > MAX_TAPS:
         return f"a convolution over {taps} tokens is wider than {MAX_TAPS}"
-    if dtype is not None and dtype not in DTYPES:
-        return f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}"
+    if dtype is not None and dtype not in DTYPES[name]:
+        return f"dtype {dtype} is not one of {', '.join(map(str, DTYPES[name]))}"
     return None
 
 
@@ -152,7 +155,7 @@ def unavailable_reason(
         ValueError: no backend has this name.
     """
     reason = _absent_reason(name) or unserved_reason(name, key_dim=key_dim, value_dim=value_dim, taps=taps, dtype=dtype)
-    if reason is not None or name != "triton":
+    if reason is not None or name == "eager":
         return reason
     if interprets():
         # Its products of bfloat16 are wrong.
@@ -216,6 +219,6 @@ def get_backend(name: str) -> Stages:
         ValueError: no backend has this name, or it cannot run here (with the reason).
     """
     check_served(name)
-    if name == "triton":
+    if name != "eager":
         announce_compilation()
     return cast("Stages", importlib.import_module(f".{_MODULES[name]}", __package__))

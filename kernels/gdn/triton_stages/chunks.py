@@ -17,6 +17,11 @@ CHUNK = 64
 # Chains that run at once: one on each multiprocessor of an H100 or H200.
 PROGRAMS = 132
 
+# What is prepared: for the outputs, for the summary, for the gradients.
+OUTPUT = 0
+SUMMARY = 1
+GRADIENT = 2
+
 # Rows of the table of scales [chunks, HV, SCALE_ROWS, C], fp32: what multiplies token i of a chunk.
 # x and y are the inverse norms of k and q (1 without normalisation), G the running sum of g within the chunk.
 READ = 0  # e^G x: keys that read the state before the chunk

@@ -19,11 +19,14 @@ from .chunks import (
     CHUNK,
     ERROR,
     GATE,
+    GRADIENT,
     KEY_NORM,
+    OUTPUT,
     QUERY,
     QUERY_NORM,
     READ,
     SCALE_ROWS,
+    SUMMARY,
     WRITE,
     Chunks,
     chunk_tokens,
@@ -41,12 +44,6 @@ _QUERY_NORM = tl.constexpr(QUERY_NORM)
 _SCALE_ROWS = tl.constexpr(SCALE_ROWS)
 
 
-# What is prepared: for the outputs, for the summary, for the gradients.
-OUTPUT = 0
-SUMMARY = 1
-GRADIENT = 2
-
-
 class Prepared(NamedTuple):
     """Two [C, C] blocks of each chunk, in the dtype of k, and the scales of its tokens.
 
@@ -58,6 +55,10 @@ class Prepared(NamedTuple):
     first: torch.Tensor
     second: torch.Tensor
     scales: torch.Tensor  # [chunks, HV, SCALE_ROWS, C], fp32
+
+    def after_chains(self) -> "Prepared":
+        """What the gradients need."""
+        return self
 
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
