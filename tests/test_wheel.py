@@ -88,7 +88,7 @@ for name in ("hf_cp.kernels", "hf_cp.models"):
 seen = 0
 for folder, prefix in zip(folders, ("hf_cp.", "hf_cp.kernels.", "hf_cp.models."), strict=True):
     for module in pkgutil.walk_packages([folder], prefix):
-        if "triton" in module.name and not has_triton:
+        if ("triton" in module.name or "gluon" in module.name) and not has_triton:
             continue
         importlib.import_module(module.name)
         seen += 1

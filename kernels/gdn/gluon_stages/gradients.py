@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton_stages.chunks import CHUNK, PROGRAMS, Chunks
 from ..triton_stages.launch import on_device
+from .compatible import HAS_REINTERPRET, async_load, async_store, barrier
 from .prepare import Prepared
 from .scales import BETA, GATE, KEY_NORM, QUERY_NORM, READ, SCALE_ROWS, WRITE
 from .state import DTYPES, Chains, tiles
@@ -95,18 +96,18 @@ def _load(
         if i_group == 0:
             mbarrier.wait(empty.index(0), (i_task & 1) ^ 1)
             mbarrier.expect(full.index(0), 2 * (2 * _C * _D))
-            tma.async_copy_global_to_shared(d_k, [i_row, first, i_h * _D], full.index(0), s_k.index(0))
-            tma.async_copy_global_to_shared(d_q, [i_row, first, i_h * _D], full.index(0), s_q.index(0))
+            async_load(d_k, [i_row, first, i_h * _D], full.index(0), s_k.index(0))
+            async_load(d_q, [i_row, first, i_h * _D], full.index(0), s_q.index(0))
         mbarrier.wait(empty.index(1), (step & 1) ^ 1)
         mbarrier.expect(full.index(1), 2 * (2 * _D * _D + _C * _D))
-        tma.async_copy_global_to_shared(d_states, [i_head * _D, 0], full.index(1), s_states.index(0))
-        tma.async_copy_global_to_shared(d_dstates, [i_head * _D, 0], full.index(1), s_dstates.index(0))
-        tma.async_copy_global_to_shared(d_do, [i_row, first, i_hv * _D], full.index(1), s_do.index(0))
+        async_load(d_states, [i_head * _D, 0], full.index(1), s_states.index(0))
+        async_load(d_dstates, [i_head * _D, 0], full.index(1), s_dstates.index(0))
+        async_load(d_do, [i_row, first, i_hv * _D], full.index(1), s_do.index(0))
         mbarrier.wait(empty.index(2), (step & 1) ^ 1)
         mbarrier.expect(full.index(2), 2 * (_C * _D + 2 * _C * _C))
-        tma.async_copy_global_to_shared(d_attention, [i_head * _C, 0], full.index(2), s_attention.index(0))
-        tma.async_copy_global_to_shared(d_v, [i_row, first, i_hv * _D], full.index(2), s_v.index(0))
-        tma.async_copy_global_to_shared(d_inverse, [i_head * _C, 0], full.index(2), s_inverse.index(0))
+        async_load(d_attention, [i_head * _C, 0], full.index(2), s_attention.index(0))
+        async_load(d_v, [i_row, first, i_hv * _D], full.index(2), s_v.index(0))
+        async_load(d_inverse, [i_head * _C, 0], full.index(2), s_inverse.index(0))
 
 
 @gluon.jit
@@ -121,9 +122,9 @@ def _store(d_x, p_x, s_tile, i_row, first, column, width, length, PACKED: gl.con
             b_tile = s_tile.reshape([_C, _D]).load(flat)
             gl.store(p_tile + o_c[:, None] * width + o_d[None, :], b_tile, mask=(o_c < length)[:, None])
         else:
-            tma.async_copy_shared_to_global(d_x, [i_row, first, column], s_tile)
+            async_store(d_x, [i_row, first, column], s_tile)
     else:
-        tma.async_copy_shared_to_global(d_x, [i_row, first, column], s_tile)
+        async_store(d_x, [i_row, first, column], s_tile)
 
 
 @gluon.jit
@@ -190,8 +191,14 @@ def _run(
     HV = H * GROUP
 
     square_layout: gl.constexpr = s_inverse.layout
-    quarters = s_pair._reinterpret(DTYPE, [4, _C, _C], square_layout)
-    halves = s_values._reinterpret(DTYPE, [2, _C, _C], square_layout)
+    if HAS_REINTERPRET:
+        quarters = s_pair.reinterpret(DTYPE, [4, _C, _C], square_layout)
+    else:
+        quarters = s_pair._reinterpret(DTYPE, [4, _C, _C], square_layout)
+    if HAS_REINTERPRET:
+        halves = s_values.reinterpret(DTYPE, [2, _C, _C], square_layout)
+    else:
+        halves = s_values._reinterpret(DTYPE, [2, _C, _C], square_layout)
 
     # Ones above the diagonal: sums over all tokens before one.
     s_before.index(0).store(gl.where(o_i[:, None] < o_j[None, :], 1.0, 0.0).to(DTYPE))
@@ -240,20 +247,20 @@ def _run(
         mbarrier.wait(full.index(2), step & 1)
         # Pending stores of the last step's results read from these buffers.
         tma.store_wait(0)
-        gl.thread_barrier()
+        barrier()
         errors.store(((values.load(wide).to(gl.float32) - b_ks) * b_beta[:, None]).to(DTYPE))
         b_du = warpgroup_mma_wait(0, [b_du])
         b_du *= b_write[:, None]
         b_dwritten = _rounded(b_du, DTYPE)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         b_pdo = warpgroup_mma(attention.permute((1, 0)), grads, no_wide, use_acc=False, is_async=True)
         b_u = warpgroup_mma(inverse, errors, no_wide, use_acc=False, is_async=True)
         b_pdo = warpgroup_mma_wait(1, [b_pdo])
         dvalues.store((b_du + b_pdo).to(DTYPE))
         fence_async_shared()
         b_u = warpgroup_mma_wait(0, [b_u])
-        gl.thread_barrier()
+        barrier()
 
         b_da = warpgroup_mma(dvalues, errors.permute((1, 0)), no_square, use_acc=False, is_async=True)
         news.store(b_u.to(DTYPE))
@@ -262,7 +269,7 @@ def _run(
         b_da = warpgroup_mma_wait(0, [b_da])
         s_blocks.index(zero).store(gl.where(lower, b_da, 0.0).to(DTYPE))
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
 
         b_dw = warpgroup_mma(inverse.permute((1, 0)), dvalues, no_wide, use_acc=False, is_async=True)
         b_dp = warpgroup_mma(grads, news.permute((1, 0)), no_square, use_acc=False, is_async=True)
@@ -274,12 +281,12 @@ def _run(
         b_dbeta = gl.sum(b_dw * (values.load(wide).to(gl.float32) - b_ks), axis=1)
         b_dw *= b_beta[:, None]
         b_dbegin = -gl.sum(b_dw * b_ks, axis=1)
-        gl.thread_barrier()
+        barrier()
         values.store(b_dw.to(DTYPE))
         dvalues.store((-b_exp[:, None] * b_dw).to(DTYPE))
         s_blocks.index(zero + 1).store(b_half.to(DTYPE))
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         _store(d_dv, p_dv, s_v.index(zero), i_row, first, i_hv * _D, HV * _D, length, PACKED)
 
         b_dk_next = warpgroup_mma(errors, dafter, no_wide, use_acc=False, is_async=True)
@@ -300,14 +307,14 @@ def _run(
         b_product = before.load(states).to(gl.float32) * dafter.load(states).to(gl.float32)
         dchunk = gl.sum(gl.sum(b_product, axis=1), axis=0)
         b_query_norm_i = gl.convert_layout(b_query_norm, gl.SliceLayout(1, square))
-        gl.thread_barrier()
+        barrier()
         quarters.index(zero).store((b_n.to(gl.float32) * b_query_norm_i[:, None]).to(DTYPE))
         quarters.index(zero + 1).store((b_n.to(gl.float32) * b_key_norm_j[None, :]).to(DTYPE))
         fence_async_shared()
         b_dqs = warpgroup_mma_wait(0, [b_dqs])
         b_dqs *= (scale * b_exp)[:, None]
         b_dbegin += b_query_norm * gl.sum(b_dqs * queries.load(wide).to(gl.float32), axis=1)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(empty.index(1))
 
         b_kk = warpgroup_mma(keys, keys.permute((1, 0)), no_square, use_acc=False, is_async=True)
@@ -326,7 +333,7 @@ def _run(
         quarters.index(zero + 2).store((b_dl * b_key_norm_j[None, :]).to(DTYPE))
         quarters.index(zero + 3).store((b_dl * b_key_norm_i[:, None]).to(DTYPE))
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         b_dk_next = warpgroup_mma(quarters.index(zero + 2), keys, b_dk_next, is_async=True)
         b_dk_next = warpgroup_mma(quarters.index(zero + 3).permute((1, 0)), keys, b_dk_next, is_async=True)
 
@@ -351,7 +358,7 @@ def _run(
                 gl.store(p_partial + o_partial, b_dq)
                 gl.store(p_partial + _C * _D + o_partial, b_dk)
         tma.store_wait(0)
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(empty.index(2))
 
         if i_group == GROUP - 1:
@@ -365,10 +372,13 @@ def _run(
             errors.store(b_dk.to(DTYPE))
             dvalues.store(b_dq.to(DTYPE))
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(empty.index(0))
             tile_layout: gl.constexpr = s_k.layout
-            pair = s_pair._reinterpret(DTYPE, [2, 1, _C, _D], tile_layout)
+            if HAS_REINTERPRET:
+                pair = s_pair.reinterpret(DTYPE, [2, 1, _C, _D], tile_layout)
+            else:
+                pair = s_pair._reinterpret(DTYPE, [2, 1, _C, _D], tile_layout)
             _store(d_dk, p_dk, pair.index(zero), i_row, first, i_h * _D, H * _D, length, PACKED)
             _store(d_dq, p_dq, pair.index(zero + 1), i_row, first, i_h * _D, H * _D, length, PACKED)
     tma.store_wait(0)
@@ -425,7 +435,7 @@ def _gradient_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     first_task = gl.program_id(0)
     programs = gl.num_programs(0)
     steps = (tasks - first_task + programs - 1) // programs * GROUP

@@ -25,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..reference import L2NORM_EPS
 from ..triton_stages.chunks import CHUNK, GRADIENT, OUTPUT, PROGRAMS, SUMMARY, Chunks
 from ..triton_stages.launch import on_device
+from .compatible import async_load, async_store, barrier
 from .scales import BETA, DECAY, GATE, KEY_NORM, QUERY_NORM, READ, SCALE_ROWS, WRITE
 
 
@@ -223,9 +224,9 @@ def _clear_rows(p_tile, length):
 def _load_tiles(d_q, d_k, i_row, first, i_h, p_q, p_k, p_ready, pred, K: gl.constexpr, QUERIES: gl.constexpr):
     BYTES: gl.constexpr = _C * K * 2
     mbarrier.expect(p_ready, BYTES * 2 if QUERIES else BYTES, pred=pred)
-    tma.async_copy_global_to_shared(d_k, [i_row, first, i_h * K], p_ready, p_k, pred=pred)
+    async_load(d_k, [i_row, first, i_h * K], p_ready, p_k, pred=pred)
     if QUERIES:
-        tma.async_copy_global_to_shared(d_q, [i_row, first, i_h * K], p_ready, p_q, pred=pred)
+        async_load(d_q, [i_row, first, i_h * K], p_ready, p_q, pred=pred)
 
 
 @gluon.jit
@@ -538,9 +539,9 @@ def _prepare_kernel(
             p_factor.store(_round(b_full * b_x_row, DTYPE))
             fence_async_shared()
             if MODE == _GRADIENT:
-                gl.thread_barrier()
-                tma.async_copy_shared_to_global(d_inverse, [i_block * _C, 0], p_stage.index(0))
-                tma.async_copy_shared_to_global(d_attention, [i_block * _C, 0], p_stage.index(1))
+                barrier()
+                async_store(d_inverse, [i_block * _C, 0], p_stage.index(0))
+                async_store(d_attention, [i_block * _C, 0], p_stage.index(1))
             if QUERIES:
                 b_mixed = warpgroup_mma(b_scores, p_factor, zero, use_acc=False, is_async=True)
                 if SERIAL:
@@ -557,12 +558,12 @@ def _prepare_kernel(
                 p_stage.index(3).store(_round(b_bottom, DTYPE))
                 p_stage.index(4).store(_round(b_bottom * b_end_col, DTYPE))
                 fence_async_shared()
-                gl.thread_barrier()
+                barrier()
                 row = transition_offset + i_block * K
-                tma.async_copy_shared_to_global(d_writes, [row, 0], p_stage.index(1))
-                tma.async_copy_shared_to_global(d_writes, [i_block * K, 0], p_stage.index(2))
-                tma.async_copy_shared_to_global(d_writes, [row + HALF, 0], p_stage.index(3))
-                tma.async_copy_shared_to_global(d_writes, [i_block * K + HALF, 0], p_stage.index(4))
+                async_store(d_writes, [row, 0], p_stage.index(1))
+                async_store(d_writes, [i_block * K, 0], p_stage.index(2))
+                async_store(d_writes, [row + HALF, 0], p_stage.index(3))
+                async_store(d_writes, [i_block * K + HALF, 0], p_stage.index(4))
             else:
                 if MODE == _GRADIENT:
                     b_reads_left = _round(b_full * -p_key_norm.load(S_COL)[None, :], DTYPE)
@@ -579,9 +580,9 @@ def _prepare_kernel(
                     b_top = warpgroup_mma_wait(0 if SERIAL else 1, deps=[b_top])
                     p_stage.index(2).store(_round(b_top * p_end.load(S_COL)[None, :], DTYPE))
                     fence_async_shared()
-                    gl.thread_barrier()
-                    tma.async_copy_shared_to_global(d_attention, [i_block * _C, 0], p_stage.index(1))
-                    tma.async_copy_shared_to_global(d_writes, [i_block * K, 0], p_stage.index(2))
+                    barrier()
+                    async_store(d_attention, [i_block * _C, 0], p_stage.index(1))
+                    async_store(d_writes, [i_block * K, 0], p_stage.index(2))
                     if SERIAL:
                         b_bottom = warpgroup_mma(p_right.permute([1, 0]), p_factor, zero, use_acc=False, is_async=True)
                         b_bottom = warpgroup_mma_wait(0, deps=[b_bottom])
@@ -599,9 +600,9 @@ def _prepare_kernel(
                     tma.store_wait(_pending(MODE, RING, 4, 1) - 1)
                     p_stage.index(4 % RING).store(_round(b_bottom * p_end.load(S_COL)[None, :], DTYPE))
                     fence_async_shared()
-                    gl.thread_barrier()
-                    tma.async_copy_shared_to_global(d_writes, [i_block * K, 0], p_stage.index(3 % RING))
-                    tma.async_copy_shared_to_global(d_writes, [i_block * K + HALF, 0], p_stage.index(4 % RING))
+                    barrier()
+                    async_store(d_writes, [i_block * K, 0], p_stage.index(3 % RING))
+                    async_store(d_writes, [i_block * K + HALF, 0], p_stage.index(4 % RING))
                     b_reads_end = b_x_row * _exp2(last * _LOG2E)
                     b_reads_right = warpgroup_mma(b_reads_left, p_right, zero, use_acc=False, is_async=True)
                     b_reads = warpgroup_mma_wait(1, deps=[b_reads])
@@ -610,9 +611,9 @@ def _prepare_kernel(
                     b_reads_right = warpgroup_mma_wait(0, deps=[b_reads_right])
                     p_stage.index(6 % RING).store(_round(b_reads_right * b_reads_end, DTYPE))
                     fence_async_shared()
-                    gl.thread_barrier()
-                    tma.async_copy_shared_to_global(d_reads, [i_block * _C, 0], p_stage.index(5 % RING))
-                    tma.async_copy_shared_to_global(d_reads, [i_block * _C, HALF], p_stage.index(6 % RING))
+                    barrier()
+                    async_store(d_reads, [i_block * _C, 0], p_stage.index(5 % RING))
+                    async_store(d_reads, [i_block * _C, HALF], p_stage.index(6 % RING))
                     LAST: gl.constexpr = 6
                 b_q = p_query.slice(0, HALF, 1).load(_SQUARE).to(gl.float32)
                 if SCALED:
@@ -635,16 +636,16 @@ def _prepare_kernel(
                     tma.store_wait(_pending(MODE, RING, LAST + 1, 1) - (1 if MODE == _OUTPUT else 0))
                     p_stage.index((LAST + 1) % RING).store(_round(b_queries * b_begin, DTYPE))
                 fence_async_shared()
-                gl.thread_barrier()
+                barrier()
                 if MODE == _OUTPUT:
-                    tma.async_copy_shared_to_global(d_writes, [i_block * K + HALF, 0], p_stage.index(3 % RING))
-                tma.async_copy_shared_to_global(d_queries, [i_block * _C, 0], p_stage.index((LAST + 1) % RING))
+                    async_store(d_writes, [i_block * K + HALF, 0], p_stage.index(3 % RING))
+                async_store(d_queries, [i_block * _C, 0], p_stage.index((LAST + 1) % RING))
                 b_queries_right = warpgroup_mma_wait(0, deps=[b_queries_right])
                 tma.store_wait(_pending(MODE, RING, LAST + 2, 1))
                 p_stage.index((LAST + 2) % RING).store(_round(b_queries_right * b_begin, DTYPE))
                 fence_async_shared()
-                gl.thread_barrier()
-                tma.async_copy_shared_to_global(d_queries, [i_block * _C, HALF], p_stage.index((LAST + 2) % RING))
+                barrier()
+                async_store(d_queries, [i_block * _C, HALF], p_stage.index((LAST + 2) % RING))
         if BUFFERS == 1:
             _load_tiles(
                 d_q,

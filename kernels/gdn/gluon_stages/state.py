@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..triton_stages.chunks import CHUNK, Chunks
 from ..triton_stages.launch import on_device
+from .compatible import HAS_REINTERPRET, async_load, async_store, barrier
 from .prepare import Prepared
 from .scales import DECAY, KEY_NORM, READ, SCALE_ROWS
 
@@ -102,12 +103,12 @@ def _load_state(
             mbarrier.expect(ready, 2 * (3 * _C * _D + _C * _BV + _C * _C))
         else:
             mbarrier.expect(ready, 2 * (2 * _C * _D + _C * _BV))
-        tma.async_copy_global_to_shared(d_k, [i_row, token, i_key], ready, s_k.index(stage))
-        tma.async_copy_global_to_shared(d_v, [i_row, token, i_value], ready, s_v.index(stage))
-        tma.async_copy_global_to_shared(d_writes, [i_chunk * _D + writes_offset, 0], ready, s_writes.index(stage))
+        async_load(d_k, [i_row, token, i_key], ready, s_k.index(stage))
+        async_load(d_v, [i_row, token, i_value], ready, s_v.index(stage))
+        async_load(d_writes, [i_chunk * _D + writes_offset, 0], ready, s_writes.index(stage))
         if HAS_OUTPUT:
-            tma.async_copy_global_to_shared(d_attention, [i_chunk * _C, 0], ready, s_attention.index(stage))
-            tma.async_copy_global_to_shared(d_queries, [i_chunk * _C, 0], ready, s_queries.index(stage))
+            async_load(d_attention, [i_chunk * _C, 0], ready, s_attention.index(stage))
+            async_load(d_queries, [i_chunk * _C, 0], ready, s_queries.index(stage))
         token += _C
         i_chunk += HV
 
@@ -202,11 +203,11 @@ def _run_state(
             b_o = warpgroup_mma(b_left, s_queries.index(stage).permute((1, 0)), b_part, is_async=True)
         if HAS_STATES:
             tma.store_wait(0)
-            gl.thread_barrier()
+            barrier()
             s_out.store(b_rounded)
             fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(d_states, [i_chunk * _D + i_block * _BV, 0], s_out)
+            barrier()
+            async_store(d_states, [i_chunk * _D + i_block * _BV, 0], s_out)
         b_values = values.permute((1, 0)).load(narrow).to(gl.float32)
         if HAS_TRANSITION:
             b_values *= value_scale
@@ -231,11 +232,11 @@ def _run_state(
             )
             b_o = warpgroup_mma_wait(2, [b_o])
             tma.store_wait(0)
-            gl.thread_barrier()
+            barrier()
             out = _two_dims(s_out, _C, _BV)
             out.permute((1, 0)).store(b_o.to(DTYPE))
             if PACKED:
-                gl.thread_barrier()
+                barrier()
                 if left < _C:
                     f_c = gl.arange(0, _C, gl.SliceLayout(1, flat))
                     f_v = gl.arange(0, _BV, gl.SliceLayout(0, flat))
@@ -244,17 +245,17 @@ def _run_state(
                     gl.store(p_tile + f_c[:, None] * (HV * _D) + f_v[None, :], b_out, mask=(f_c < left)[:, None])
                 else:
                     fence_async_shared()
-                    gl.thread_barrier()
-                    tma.async_copy_shared_to_global(d_o, [i_row, token, i_value], s_out)
+                    barrier()
+                    async_store(d_o, [i_row, token, i_value], s_out)
             else:
                 fence_async_shared()
-                gl.thread_barrier()
-                tma.async_copy_shared_to_global(d_o, [i_row, token, i_value], s_out)
+                barrier()
+                async_store(d_o, [i_row, token, i_value], s_out)
             b_state = warpgroup_mma_wait(1, [b_next])
             b_part = warpgroup_mma_wait(0, [b_after])
         else:
             b_state = warpgroup_mma_wait(0, [b_next])
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(empty.index(stage))
         b_read = b_read_next
         decay = next_decay
@@ -332,7 +333,7 @@ def _forward_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     token = first + begin * _C
     i_chunk = (first_chunk + begin) * HV + i_hv
     i_key = i_hv // (HV // H) * _D
@@ -435,10 +436,10 @@ def _load_gradient(
         mbarrier.wait(empty.index(stage), ((step // _STAGES) & 1) ^ 1)
         ready = full.index(stage)
         mbarrier.expect(ready, 2 * (3 * _C * _D + _C * _BV))
-        tma.async_copy_global_to_shared(d_k, [i_row, token, i_key], ready, s_k.index(stage))
-        tma.async_copy_global_to_shared(d_do, [i_row, token, i_value], ready, s_do.index(stage))
-        tma.async_copy_global_to_shared(d_queries, [i_chunk * _C, 0], ready, s_queries.index(stage))
-        tma.async_copy_global_to_shared(d_reads, [i_chunk * _C, 0], ready, s_reads.index(stage))
+        async_load(d_k, [i_row, token, i_key], ready, s_k.index(stage))
+        async_load(d_do, [i_row, token, i_value], ready, s_do.index(stage))
+        async_load(d_queries, [i_chunk * _C, 0], ready, s_queries.index(stage))
+        async_load(d_reads, [i_chunk * _C, 0], ready, s_reads.index(stage))
         token -= _C
         i_chunk -= HV
 
@@ -493,16 +494,16 @@ def _run_gradient(
         b_next = warpgroup_mma(grads.permute((1, 0)), s_queries.index(stage), b_dstate, is_async=True)
         if HAS_DSTATES:
             tma.store_wait(0)
-            gl.thread_barrier()
+            barrier()
             s_out.store(b_rounded)
             fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(d_dstates, [i_chunk * _D + i_block * _BV, 0], s_out)
+            barrier()
+            async_store(d_dstates, [i_chunk * _D + i_block * _BV, 0], s_out)
         b_dwritten = warpgroup_mma_wait(1, [b_dwritten])
         b_dw = gl.convert_layout(b_dwritten.to(DTYPE), left_wide)
         b_next = warpgroup_mma(b_dw, s_reads.index(stage), b_next, is_async=True)
         b_dstate = warpgroup_mma_wait(0, [b_next])
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(empty.index(stage))
         decay = next_decay
         i_chunk -= HV
@@ -558,14 +559,17 @@ def _backward_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     i_key = i_hv // (HV // H) * _D
     i_value = i_hv * _D + i_block * _BV
     i_state = i_span.to(gl.int64) * HV + i_hv
     steps = gl.maximum(end - begin, 0)
     if pid % CHAINS == 1:
         if HAS_STATES:
-            s_writes = s_reads._reinterpret(DTYPE, [_STAGES, _D, _C], d_writes.layout)
+            if HAS_REINTERPRET:
+                s_writes = s_reads.reinterpret(DTYPE, [_STAGES, _D, _C], d_writes.layout)
+            else:
+                s_writes = s_reads._reinterpret(DTYPE, [_STAGES, _D, _C], d_writes.layout)
             token = first + begin * _C
             i_chunk = (first_chunk + begin) * HV + i_hv
             gl.warp_specialize(
