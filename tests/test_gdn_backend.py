@@ -21,6 +21,7 @@ from hf_cp.kernels.gdn import (
     layer,
     unavailable_reason,
 )
+from hf_cp.kernels.gdn.backend import unserved_reason
 from hf_cp.testing import tiny_qwen3_5
 
 CPU = torch.device("cpu")
@@ -90,6 +91,23 @@ def test_without_gpu() -> None:
 def test_unserved(interpreted: None, asked: dict[str, Any], reason: str | None) -> None:
     assert unavailable_reason("triton", **asked) == reason
     assert is_available("triton", **asked) == (reason is None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"key_dim": 128, "value_dim": 128, "dtype": torch.float16}, None),
+        ({"key_dim": 64}, "head dim K=64 is not one of 128"),
+        ({"value_dim": 256}, "head dim V=256 is not one of 128"),
+        ({"dtype": torch.float32}, "dtype torch.float32 is not one of torch.bfloat16, torch.float16"),
+    ],
+)
+def test_unserved_by_gluon(asked: dict[str, Any], reason: str | None) -> None:
+    assert unserved_reason("gluon", **asked) == reason
+
+
+def test_gluon_is_not_interpreted(interpreted: None) -> None:
+    assert unavailable_reason("gluon") == "Triton's interpreter does not run Gluon"
 
 
 def calls(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:

@@ -1,6 +1,6 @@
 """Times the stages of a backend, and the public kernels where they are installed, on one GPU.
 
-python -m hf_cp.kernels.gdn.bench [--backends triton,eager,fla,flash_qla] [--shapes 8192:16:32,32768:16:32]
+python -m hf_cp.kernels.gdn.bench [--backends triton,gluon,eager,fla,flash_qla] [--shapes 8192:16:32,32768:16:32]
 
 A backend whose outputs or gradients miss fp64 by more than BOUND is not timed. Each row: tokens, key and value heads,
 median milliseconds of forward, backward and both, and peak MiB beyond the inputs, of 20 runs after 5, each waited for.
@@ -48,7 +48,7 @@ def operators(names: list[str]) -> dict[str, Operator]:
     found: dict[str, Operator] = {}
     options: Any = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     for name in names:
-        if name in ("eager", "triton"):
+        if name in ("eager", "triton", "gluon"):
             get_backend(name)
             found[name] = lambda q, k, v, g, beta, state, name=name: chunk_gated_delta_rule(
                 q, k, v, g, beta, initial_state=state, backend=name, **options
@@ -64,7 +64,7 @@ def operators(names: list[str]) -> dict[str, Operator]:
 
             found[name] = lambda q, k, v, g, beta, state: qla(q, k, v, g, beta, initial_state=state, **options)
         else:
-            raise ValueError(f"--backends has {name!r}: pass some of eager, triton, fla, flash_qla")
+            raise ValueError(f"--backends has {name!r}: pass some of eager, triton, gluon, fla, flash_qla")
     return found
 
 
