@@ -110,7 +110,7 @@ assert not torch.cuda.is_initialized()
 print("fine")
 """
     assert run(installed_python, "-c", script, cwd=tmp_path).strip() == "fine"
-    # With Triton at hand, too, none of the modules that need it are loaded. (torch and transformers load it themselves.)
+    # With Triton at hand, too, none of the modules that need it are loaded; torch and transformers load it themselves.
     script = """
 import sys
 import hf_cp, hf_cp.kernels.gdn
