@@ -8,7 +8,8 @@ product runs while the results of others are scaled and rounded.
 
 # Triton is optional, and its annotations describe neither a kernel's body nor a launch.
 # pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 import torch
 from triton.experimental import gluon

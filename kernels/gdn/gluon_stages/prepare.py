@@ -5,7 +5,8 @@ B batch, T tokens, H key heads, HV value heads, G group (HV / H), K key dim, C c
 
 # Triton is optional, and its annotations describe neither a kernel's body nor a launch.
 # pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple
 

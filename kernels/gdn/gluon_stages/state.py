@@ -9,7 +9,8 @@ keep the tensor cores busy: a product that does not need the state runs while th
 
 # Triton is optional, and its annotations describe neither a kernel's body nor a launch.
 # pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple
 
