@@ -27,7 +27,8 @@ from ..triton_stages.launch import on_device
 from .compatible import HAS_REINTERPRET, async_load, async_store, barrier
 from .prepare import Prepared
 from .scales import BETA, GATE, KEY_NORM, QUERY_NORM, READ, SCALE_ROWS, WRITE
-from .state import DTYPES, Chains, tiles
+from .state import Chains
+from .tiles import DTYPES, chunk_tokens, tiles
 
 _READ = gl.constexpr(READ)
 _WRITE = gl.constexpr(WRITE)
@@ -38,20 +39,6 @@ _QUERY_NORM = gl.constexpr(QUERY_NORM)
 _SCALE_ROWS = gl.constexpr(SCALE_ROWS)
 _C = gl.constexpr(CHUNK)
 _D = gl.constexpr(128)  # K and V
-
-
-@gluon.jit
-def _chunk(i_chunk, p_starts, p_lengths, seq_len, chunks_per_document, PACKED: gl.constexpr):
-    """Row of the batch, first token in it, and number of tokens of a chunk."""
-    if PACKED:
-        i_row = i_chunk * 0
-        first = gl.load(p_starts + i_chunk).to(gl.int32)
-        length = gl.load(p_lengths + i_chunk)
-    else:
-        i_row = i_chunk // chunks_per_document
-        first = (i_chunk - i_row * chunks_per_document) * _C
-        length = gl.minimum(seq_len - first, _C)
-    return i_row, first, length
 
 
 @gluon.jit
@@ -91,7 +78,7 @@ def _load(
         task = first_task + i_task * programs
         i_chunk = task // H
         i_h = task - i_chunk * H
-        i_row, first, _ = _chunk(i_chunk, p_starts, p_lengths, seq_len, chunks_per_document, PACKED)
+        i_row, first, _ = chunk_tokens(i_chunk, p_starts, p_lengths, seq_len, chunks_per_document, PACKED)
         i_hv = i_h * GROUP + i_group
         i_head = i_chunk * (H * GROUP) + i_hv
         if i_group == 0:
@@ -212,7 +199,7 @@ def _run(
         task = first_task + i_task * programs
         i_chunk = task // H
         i_h = task - i_chunk * H
-        i_row, first, length = _chunk(i_chunk, p_starts, p_lengths, seq_len, chunks_per_document, PACKED)
+        i_row, first, length = chunk_tokens(i_chunk, p_starts, p_lengths, seq_len, chunks_per_document, PACKED)
         # Always 0, which the compiler does not know: it would keep all operands' addresses in registers.
         zero = length >> 16
         keys = s_k.index(zero).reshape([_C, _D])

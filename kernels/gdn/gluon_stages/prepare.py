@@ -21,13 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..reference import L2NORM_EPS
 from ..triton_stages.chunks import CHUNK, GRADIENT, OUTPUT, PROGRAMS, SUMMARY, Chunks
 from ..triton_stages.launch import on_device
 from .compatible import async_load, async_store, barrier
 from .scales import BETA, DECAY, GATE, KEY_NORM, QUERY_NORM, READ, SCALE_ROWS, WRITE
+from .tiles import chunk_tokens, tiles
 
 
 class Prepared(NamedTuple):
@@ -203,14 +203,7 @@ def _join_blocks(x, x_t, off, off_t, LAST: gl.constexpr):
 def _place(task, p_starts, p_lengths, seq_len, chunks_per_document, H, GROUP: gl.constexpr, PACKED: gl.constexpr):
     """Row of the batch, first token in it, number of tokens, key head and first block of a task."""
     i_chunk = task // H
-    if PACKED:
-        i_row = i_chunk * 0
-        first = gl.load(p_starts + i_chunk).to(gl.int32)
-        length = gl.load(p_lengths + i_chunk)
-    else:
-        i_row = i_chunk // chunks_per_document
-        first = (i_chunk - i_row * chunks_per_document) * _C
-        length = gl.minimum(seq_len - first, _C)
+    i_row, first, length = chunk_tokens(i_chunk, p_starts, p_lengths, seq_len, chunks_per_document, PACKED)
     return i_row, first, length, task - i_chunk * H, task * GROUP
 
 
@@ -666,26 +659,6 @@ def _prepare_kernel(
     tma.store_wait(0)
 
 
-def _tiles(x: torch.Tensor | None, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor | None:
-    if x is None:
-        return None
-    return TensorDescriptor(x, shape, strides, block, gl.NVMMASharedLayout(128, 16, len(block)))
-
-
-def _token_tiles(x: torch.Tensor | None) -> TensorDescriptor | None:
-    """Tiles [CHUNK, K] of [B, T, H * K], from a contiguous [B, T, H, K]."""
-    if x is None:
-        return None
-    batch, seq_len, heads, dim = x.shape
-    width = heads * dim
-    return _tiles(x, [batch, seq_len, width], [seq_len * width, width, 1], [1, CHUNK, dim])
-
-
-def _block_tiles(x: torch.Tensor | None, columns: int) -> TensorDescriptor | None:
-    """Tiles [CHUNK, CHUNK] of the last two dims, the dims before them laid end to end."""
-    return None if x is None else _tiles(x, [x.numel() // columns, columns], [columns, 1], [CHUNK, CHUNK])
-
-
 def prepare(
     q: torch.Tensor | None,
     k: torch.Tensor,
@@ -723,15 +696,15 @@ def prepare(
     scales = torch.empty(chunks.count, HV, SCALE_ROWS, CHUNK, dtype=torch.float32, device=k.device)
     with on_device(k):
         _prepare_kernel[(min(tasks, PROGRAMS * programs),)](
-            _token_tiles(q),
-            _token_tiles(k),
+            tiles(q, [1, CHUNK, K]),
+            tiles(k, [1, CHUNK, K]),
             g,
             beta,
-            _block_tiles(writes, CHUNK),
-            _block_tiles(queries, K),
-            _block_tiles(reads, K),
-            _block_tiles(attention, CHUNK),
-            _block_tiles(inverse, CHUNK),
+            tiles(writes, [CHUNK, CHUNK]),
+            tiles(queries, [CHUNK, CHUNK]),
+            tiles(reads, [CHUNK, CHUNK]),
+            tiles(attention, [CHUNK, CHUNK]),
+            tiles(inverse, [CHUNK, CHUNK]),
             scales,
             chunks.count * HV * K,
             chunks.starts,

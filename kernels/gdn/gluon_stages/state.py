@@ -24,13 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..triton_stages.chunks import CHUNK, Chunks
 from ..triton_stages.launch import on_device
 from .compatible import HAS_REINTERPRET, async_load, async_store, barrier
 from .prepare import Prepared
 from .scales import DECAY, KEY_NORM, READ, SCALE_ROWS
+from .tiles import DTYPES, tiles
 
 _READ = gl.constexpr(READ)
 _DECAY = gl.constexpr(DECAY)
@@ -65,11 +65,6 @@ def _span(
     begin = i_part * span_chunks
     end = gl.minimum(begin + span_chunks, chunks)
     return i_row, first, length, first_chunk, begin, end
-
-
-@gluon.jit
-def _two_dims(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    return x.reshape([ROWS, COLUMNS])
 
 
 @gluon.jit
@@ -179,7 +174,7 @@ def _run_state(
         if steps > 0:
             mbarrier.wait(full.index(0), 0)
         b_part = warpgroup_mma(
-            _two_dims(s_v.index(0), _C, _BV).permute((1, 0)),
+            s_v.index(0).reshape([_C, _BV]).permute((1, 0)),
             s_attention.index(0).permute((1, 0)),
             zeros,
             use_acc=False,
@@ -195,8 +190,8 @@ def _run_state(
         p_row += gl.where(step + 1 < steps, HV, 0).to(gl.int64) * (_SCALE_ROWS * _C)
         b_read_next = gl.load(p_row + read_row * _C + o_c, volatile=HAS_OUTPUT or HAS_STATES)
         next_decay = gl.load(p_row + _DECAY * _C, volatile=HAS_OUTPUT or HAS_STATES)
-        keys = _two_dims(s_k.index(stage), _C, _D)
-        values = _two_dims(s_v.index(stage), _C, _BV)
+        keys = s_k.index(stage).reshape([_C, _D])
+        values = s_v.index(stage).reshape([_C, _BV])
         b_rounded = b_state.to(DTYPE)
         b_left = gl.convert_layout(b_rounded, left_narrow)
         b_ks = warpgroup_mma(b_left, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -225,7 +220,7 @@ def _run_state(
             after = gl.where(more, following % _STAGES, stage)
             mbarrier.wait(full.index(after), gl.where(more, (following // _STAGES) & 1, (step // _STAGES) & 1))
             b_after = warpgroup_mma(
-                _two_dims(s_v.index(after), _C, _BV).permute((1, 0)),
+                s_v.index(after).reshape([_C, _BV]).permute((1, 0)),
                 s_attention.index(after).permute((1, 0)),
                 zeros,
                 use_acc=False,
@@ -234,7 +229,7 @@ def _run_state(
             b_o = warpgroup_mma_wait(2, [b_o])
             tma.store_wait(0)
             barrier()
-            out = _two_dims(s_out, _C, _BV)
+            out = s_out.reshape([_C, _BV])
             out.permute((1, 0)).store(b_o.to(DTYPE))
             if PACKED:
                 barrier()
@@ -486,8 +481,8 @@ def _run_gradient(
         mbarrier.wait(full.index(stage), (step // _STAGES) & 1)
         p_decay -= gl.where(step + 1 < steps, HV, 0).to(gl.int64) * (_SCALE_ROWS * _C)
         next_decay = gl.load(p_decay, volatile=True)
-        keys = _two_dims(s_k.index(stage), _C, _D)
-        grads = _two_dims(s_do.index(stage), _C, _BV)
+        keys = s_k.index(stage).reshape([_C, _D])
+        grads = s_do.index(stage).reshape([_C, _BV])
         b_rounded = b_dstate.to(DTYPE)
         b_left = gl.convert_layout(b_rounded, left_narrow)
         b_dwritten = warpgroup_mma(b_left, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -698,25 +693,6 @@ def _backward_kernel(
             [1],
             [24],
         )
-
-
-DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-
-
-def tiles(x: torch.Tensor | None, block: list[int]) -> TensorDescriptor | None:
-    """Tiles of the last two dims of [.., rows, columns] or, with a block of three dims, of [B, T, heads * D]."""
-    if x is None:
-        return None
-    if len(block) == 3:
-        batch, seq_len, heads, dim = x.shape
-        shape = [batch, seq_len, heads * dim]
-    else:
-        shape = [x.numel() // x.shape[-1], x.shape[-1]]
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
-    return TensorDescriptor(x, shape, strides, block, layout)
 
 
 class Chains(NamedTuple):
