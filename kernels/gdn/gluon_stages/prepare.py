@@ -61,6 +61,7 @@ _OUTPUT = gl.constexpr(OUTPUT)
 _SUMMARY = gl.constexpr(SUMMARY)
 _GRADIENT = gl.constexpr(GRADIENT)
 _C = gl.constexpr(CHUNK)
+_BUFFERS = gl.constexpr(2)
 _LOG2E = gl.constexpr(1.4426950408889634)
 
 # Warp w owns rows 16w to 16w + 15 in every layout below, a thread the same two of them, and of their columns the same
@@ -258,10 +259,7 @@ def _prepare_kernel(
     NORMALIZE: gl.constexpr,
     MODE: gl.constexpr,
     PACKED: gl.constexpr,
-    BUFFERS: gl.constexpr,
     RING: gl.constexpr,
-    SERIAL: gl.constexpr,
-    OPAQUE: gl.constexpr,
 ):
     """Chunks of key heads, one after another, and in each its value heads; grid (programs), tasks = chunks * H.
 
@@ -270,10 +268,11 @@ def _prepare_kernel(
         B (READ∘K) = e^(G_last) F diag(x) K,  the queries s diag(y e^G) (Q - tril(Q K^T) F diag(x) K).
     F is rounded once and serves two products, tril(Q K^T) serves all value heads.
 
-    BUFFERS of k and q; RING tiles on their way out; SERIAL: fewer products at once, so fewer registers; OPAQUE: see nil
+    RING tiles on their way out. For the gradients fewer products run at once: their registers would spill.
     """
     DTYPE: gl.constexpr = d_k.dtype
     QUERIES: gl.constexpr = MODE != _SUMMARY
+    SERIAL: gl.constexpr = MODE == _GRADIENT
     HALF: gl.constexpr = K // 2
     # Products of unscaled q and k could leave the range of fp16, that of bf16 is as wide as theirs.
     SCALED: gl.constexpr = gl.float16 == DTYPE
@@ -289,8 +288,8 @@ def _prepare_kernel(
     BLOCK_STAGE: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0])
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    p_k = gl.allocate_shared_memory(DTYPE, [BUFFERS, 1, _C, K], TILE)
-    p_q = gl.allocate_shared_memory(DTYPE, [BUFFERS, 1, _C, K], TILE) if QUERIES else p_k
+    p_k = gl.allocate_shared_memory(DTYPE, [_BUFFERS, 1, _C, K], TILE)
+    p_q = gl.allocate_shared_memory(DTYPE, [_BUFFERS, 1, _C, K], TILE) if QUERIES else p_k
     p_stage = gl.allocate_shared_memory(DTYPE, [RING, _C, _C], SQUARE_STAGE)
     p_corner = gl.allocate_shared_memory(gl.float16, [_C, 32], HALF_STAGE)
     p_joined = gl.allocate_shared_memory(gl.float16, [_C, 32], HALF_STAGE)
@@ -301,8 +300,8 @@ def _prepare_kernel(
     p_end = gl.allocate_shared_memory(gl.float32, [_C], VECTOR)
     p_key_norm = gl.allocate_shared_memory(gl.float32, [_C], VECTOR)
     p_query_norm = gl.allocate_shared_memory(gl.float32, [_C], VECTOR)
-    p_ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(BUFFERS):
+    p_ready = gl.allocate_shared_memory(gl.int64, [_BUFFERS, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(_BUFFERS):
         mbarrier.init(p_ready.index(index), count=1)
     fence_async_shared()
 
@@ -324,28 +323,27 @@ def _prepare_kernel(
     next_g, next_beta = _load_scalars(p_g, p_beta, i_row, first, length, i_h * GROUP, seq_len, HV)
     step = 0
     for task in range(first_task, tasks, programs):
-        buffer = step % BUFFERS
-        phase = (step // BUFFERS) & 1
+        buffer = step % _BUFFERS
+        phase = (step // _BUFFERS) & 1
         after = gl.minimum(task + programs, tasks - 1)
         more = task + programs < tasks
         after_row, after_first, after_length, after_h, i_after = _place(
             after, p_starts, p_lengths, seq_len, chunks_per_document, H, GROUP, PACKED
         )
-        if BUFFERS > 1:
-            later = (step + 1) % BUFFERS
-            _load_tiles(
-                d_q,
-                d_k,
-                after_row,
-                after_first,
-                after_h,
-                p_q.index(later),
-                p_k.index(later),
-                p_ready.index(later),
-                more,
-                K,
-                QUERIES,
-            )
+        later = (step + 1) % _BUFFERS
+        _load_tiles(
+            d_q,
+            d_k,
+            after_row,
+            after_first,
+            after_h,
+            p_q.index(later),
+            p_k.index(later),
+            p_ready.index(later),
+            more,
+            K,
+            QUERIES,
+        )
         mbarrier.wait(p_ready.index(buffer), phase)
         p_key = p_k.index(buffer + (i_h >> 16)).reshape([_C, K])
         p_query = p_q.index(buffer + (i_h >> 16)).reshape([_C, K])
@@ -429,7 +427,7 @@ def _prepare_kernel(
             head = i_h * GROUP + i_group
             i_block = i_first + i_group
             # Zero, but not to the compiler: over the loop it would keep in registers what it computes from addresses.
-            if OPAQUE:
+            if SERIAL:
                 nil = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [head], dtype=gl.int32, is_pure=False, pack=1)
                 o_again = o_row + nil
             else:
@@ -571,24 +569,18 @@ def _prepare_kernel(
                 if MODE == _OUTPUT:
                     tma.store_wait(_pending(MODE, RING, 1, 2))
                     p_stage.index(1).store(_round(b_mixed * b_post_scale[:, None] * b_decay, DTYPE))
-                    b_top = warpgroup_mma_wait(0 if SERIAL else 1, deps=[b_top])
+                    b_top = warpgroup_mma_wait(1, deps=[b_top])
                     p_stage.index(2).store(_round(b_top * p_end.load(S_COL)[None, :], DTYPE))
                     fence_async_shared()
                     barrier()
                     async_store(d_attention, [i_block * _C, 0], p_stage.index(1))
                     async_store(d_writes, [i_block * K, 0], p_stage.index(2))
-                    if SERIAL:
-                        b_bottom = warpgroup_mma(p_right.permute([1, 0]), p_factor, zero, use_acc=False, is_async=True)
-                        b_bottom = warpgroup_mma_wait(0, deps=[b_bottom])
-                        tma.store_wait(_pending(MODE, RING, 3, 1))
-                        p_stage.index(3 % RING).store(_round(b_bottom * p_end.load(S_COL)[None, :], DTYPE))
                     LAST: gl.constexpr = 3
                 else:
-                    b_top = warpgroup_mma_wait(0 if SERIAL else 1, deps=[b_top])
+                    b_top = warpgroup_mma_wait(0, deps=[b_top])
                     tma.store_wait(_pending(MODE, RING, 3, 1))
                     p_stage.index(3 % RING).store(_round(b_top * p_end.load(S_COL)[None, :], DTYPE))
-                    if SERIAL:
-                        b_bottom = warpgroup_mma(p_right.permute([1, 0]), p_factor, zero, use_acc=False, is_async=True)
+                    b_bottom = warpgroup_mma(p_right.permute([1, 0]), p_factor, zero, use_acc=False, is_async=True)
                     b_reads = warpgroup_mma(b_reads_left, p_left, zero, use_acc=False, is_async=True)
                     b_bottom = warpgroup_mma_wait(1, deps=[b_bottom])
                     tma.store_wait(_pending(MODE, RING, 4, 1) - 1)
@@ -615,9 +607,9 @@ def _prepare_kernel(
                 b_queries = warpgroup_mma(b_queries_left, p_left, b_q, is_async=True)
                 if SERIAL:
                     b_queries = warpgroup_mma_wait(0, deps=[b_queries])
-                    tma.store_wait(_pending(MODE, RING, LAST + 1, 1) - (1 if MODE == _OUTPUT else 0))
+                    tma.store_wait(_pending(MODE, RING, LAST + 1, 1))
                     p_stage.index((LAST + 1) % RING).store(_round(b_queries * b_begin, DTYPE))
-                elif MODE == _OUTPUT:
+                else:
                     b_bottom = warpgroup_mma_wait(1, deps=[b_bottom])
                     tma.store_wait(_pending(MODE, RING, 3, 1))
                     p_stage.index(3 % RING).store(_round(b_bottom * p_end.load(S_COL)[None, :], DTYPE))
@@ -627,7 +619,7 @@ def _prepare_kernel(
                 b_queries_right = warpgroup_mma(b_queries_left, p_right, b_q, is_async=True)
                 if not SERIAL:
                     b_queries = warpgroup_mma_wait(1, deps=[b_queries])
-                    tma.store_wait(_pending(MODE, RING, LAST + 1, 1) - (1 if MODE == _OUTPUT else 0))
+                    tma.store_wait(_pending(MODE, RING, LAST + 1, 1) - 1)
                     p_stage.index((LAST + 1) % RING).store(_round(b_queries * b_begin, DTYPE))
                 fence_async_shared()
                 barrier()
@@ -640,20 +632,6 @@ def _prepare_kernel(
                 fence_async_shared()
                 barrier()
                 async_store(d_queries, [i_block * _C, HALF], p_stage.index((LAST + 2) % RING))
-        if BUFFERS == 1:
-            _load_tiles(
-                d_q,
-                d_k,
-                after_row,
-                after_first,
-                after_h,
-                p_q.index(0),
-                p_k.index(0),
-                p_ready.index(0),
-                more,
-                K,
-                QUERIES,
-            )
         i_row, first, length, i_h, i_first = after_row, after_first, after_length, after_h, i_after
         step += 1  # noqa: SIM113
     tma.store_wait(0)
@@ -669,12 +647,6 @@ def prepare(
     mode: int,
     scale: float,
     normalize: bool,
-    buffers: int = 2,
-    ring: int = 4,
-    programs: int = 2,
-    maxnreg: int | None = None,
-    serial: bool = False,
-    opaque: bool = False,
 ) -> Prepared:
     """The blocks that `Prepared` names, and scales, of every chunk.
 
@@ -683,7 +655,6 @@ def prepare(
     Args:
         q, k: [B, T, H, K], contiguous; SUMMARY takes no q. g, beta: [B, T, HV].
         scale: factor s on q. normalize: L2-normalise q and k.
-        buffers, ring, serial, opaque: see the kernel. programs: on a multiprocessor, with at most maxnreg registers.
     """
     _, seq_len, H, K = k.shape
     HV = g.shape[2]
@@ -695,7 +666,7 @@ def prepare(
     inverse = k.new_empty(chunks.count, HV, CHUNK, CHUNK) if mode == GRADIENT else None
     scales = torch.empty(chunks.count, HV, SCALE_ROWS, CHUNK, dtype=torch.float32, device=k.device)
     with on_device(k):
-        _prepare_kernel[(min(tasks, PROGRAMS * programs),)](
+        _prepare_kernel[(min(tasks, 2 * PROGRAMS),)](
             tiles(q, [1, CHUNK, K]),
             tiles(k, [1, CHUNK, K]),
             g,
@@ -720,11 +691,7 @@ def prepare(
             NORMALIZE=normalize,
             MODE=mode,
             PACKED=chunks.starts is not None,
-            BUFFERS=buffers,
-            RING=5 if mode == SUMMARY else ring,
-            SERIAL=serial,
-            OPAQUE=opaque,
+            RING=5 if mode == SUMMARY else 4,
             num_warps=4,
-            maxnreg=maxnreg,
         )
     return Prepared(scales, writes, queries, reads, attention, inverse)
