@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_cp.mesh import CpMesh
+from hf_cp.regions import region
 
 # torch 2.13 renamed both and warns about the old names; 2.11 has only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -134,6 +135,14 @@ class _Flight:
         self.land_forward: Callable[[], tuple[Tensor, ...]] | None = None
         self.land_backward: Callable[[], tuple[Tensor, ...]] | None = None
 
+    def start(self, operation: _Operation, inputs: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
+        with region(f"start{type(operation).__name__}"):
+            return operation.launch(inputs)
+
+    def wait(self, land: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        with region(f"wait{type(self.operation).__name__}"):
+            return land()
+
 
 class _Launch(torch.autograd.Function):
     """Post the message in forward; in backward, land the message that `_Land.backward` posted.
@@ -149,7 +158,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: _Flight, *inputs: Tensor) -> Tensor:
         ctx.flight = flight
-        flight.land_forward = flight.operation.launch(inputs)
+        flight.land_forward = flight.start(flight.operation, inputs)
         return inputs[0].new_empty((0,))
 
     @staticmethod
@@ -157,7 +166,7 @@ class _Launch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         land, ctx.flight.land_backward = ctx.flight.land_backward, None
         assert land is not None, "the adjoint is posted by _Land.backward, which autograd runs first"
-        return None, *land()
+        return None, *ctx.flight.wait(land)
 
 
 class _Land(torch.autograd.Function):
@@ -177,12 +186,12 @@ class _Land(torch.autograd.Function):
         ctx.flight = flight
         land, flight.land_forward = flight.land_forward, None
         assert land is not None
-        return land()
+        return flight.wait(land)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.flight.land_backward = ctx.flight.operation.adjoint.launch(grads)
+        ctx.flight.land_backward = ctx.flight.start(ctx.flight.operation.adjoint, grads)
         return None, grads[0].new_empty((0,))
 
 
@@ -614,7 +623,8 @@ class PendingState:
         if self._finish is None:
             raise RuntimeError("wait() was already called on this state")
         finish, self._finish = self._finish, None
-        return finish()
+        with region("wait_State"):
+            return finish()
 
     def __del__(self) -> None:
         if getattr(self, "_finish", None) is not None:

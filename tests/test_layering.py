@@ -16,7 +16,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hf_cp.kernels",),
     tuple(
         f"hf_cp.{name}"
-        for name in ["class_swap", "collectives", "compilation", "context", "entry", "layout", "loss", "mesh", "state"]
+        for name in [
+            *("class_swap", "collectives", "compilation", "context", "entry"),
+            *("layout", "loss", "mesh", "regions", "state"),
+        ]
     ),
     ("hf_cp.modes",),
     ("hf_cp.models",),

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from ..context import CpContext
 from ..kernels.gdn import chunk_gated_delta_rule, get_backend
 from ..layout import LocalDocuments
+from ..regions import region
 
 
 class Pending(Protocol):
@@ -59,9 +60,10 @@ class Finish(Protocol):
 
 def whole_rule(inputs: SpanInputs, cp: CpContext) -> torch.Tensor:
     """The delta rule where this rank holds all tokens of the heads it has: no state crosses a rank edge."""
-    output, _ = chunk_gated_delta_rule(
-        *inputs, use_qk_l2norm_in_kernel=True, cu_seqlens=cp.cu_seqlens, backend=cp.config.gdn_backend
-    )
+    with region("delta_rule"):
+        output, _ = chunk_gated_delta_rule(
+            *inputs, use_qk_l2norm_in_kernel=True, cu_seqlens=cp.cu_seqlens, backend=cp.config.gdn_backend
+        )
     return output
 
 
@@ -71,12 +73,16 @@ def start(inputs: SpanInputs, cp: CpContext, exchange: Exchange) -> Finish:
     What does not need the state can run between the two calls.
     """
     with torch.no_grad():
-        M, h = _summary(inputs, cp)
-        pending = exchange(M, h, reverse=False, accept=cp.documents.continues_from_previous)
+        with region("summary"):
+            M, h = _summary(inputs, cp)
+        with region("start_State"):
+            pending = exchange(M, h, reverse=False, accept=cp.documents.continues_from_previous)
 
     def finish(between: Callable[[], None]) -> torch.Tensor:
         flight = _Flight()
-        output = _StatefulSpan.apply(*inputs, pending.wait(), M, cp, flight)
+        incoming = pending.wait()
+        with region("delta_rule"):
+            output = _StatefulSpan.apply(*inputs, incoming, M, cp, flight)
         between()
         q, k, _, g, beta = inputs
         output = _GradientExchange.apply(output, q, k, g, beta, M, cp, exchange, flight)
@@ -208,10 +214,12 @@ class _GradientExchange(torch.autograd.Function):
         if documents.continues_from_previous:
             stop = documents.bounds[1]
             span = [x[:, :stop] for x in (q, k, g, beta, do)]
-            dh = get_backend(ctx.cp.config.gdn_backend).backward_state(
-                *span, scale=q.shape[-1] ** -0.5, use_qk_l2norm_in_kernel=True
-            )
+            with region("summary"):
+                dh = get_backend(ctx.cp.config.gdn_backend).backward_state(
+                    *span, scale=q.shape[-1] ** -0.5, use_qk_l2norm_in_kernel=True
+                )
         else:
             dh = _zero_state(do, (q.shape[0], do.shape[2], q.shape[-1], do.shape[-1]))
-        ctx.flight.pending = ctx.exchange(M, dh, reverse=True, accept=documents.continues_into_next)
+        with region("start_State"):
+            ctx.flight.pending = ctx.exchange(M, dh, reverse=True, accept=documents.continues_into_next)
         return do, None, None, None, None, None, None, None, None

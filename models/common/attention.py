@@ -13,6 +13,7 @@ from hf_cp.compilation import outside_graphs
 from hf_cp.context import CpContext
 from hf_cp.modes import attention as modes
 from hf_cp.modes import segments
+from hf_cp.regions import region
 
 IMPLEMENTATION = "hf_cp"
 # Attention functions that `attention_mode="allgather"` can align at the last key.
@@ -93,14 +94,15 @@ def attention_function(
         scale, dropout = kwargs["scaling"], kwargs.get("dropout", 0.0)
         return segments.attend(query, key, value, cp_context.segments, scale=scale, dropout=dropout)
 
-    if cp_context.mesh.cp_size == 1:
-        return attend(view, attention_mask), None
-    if cp_context.config.attention_mode == "ulysses":
-        query, key, value = modes.sequence_to_heads(query, key, value, cp_context)
-        output = attend(_ModuleView(module, query.shape[1] // key.shape[1]), attention_mask)
-        return modes.heads_to_sequence(output, cp_context), None
-    key, value, mask = modes.gather_keys(key, value, attention_mask, name, cp_context)
-    return attend(view, mask), None
+    with region("self_attn", module.layer_idx):
+        if cp_context.mesh.cp_size == 1:
+            return attend(view, attention_mask), None
+        if cp_context.config.attention_mode == "ulysses":
+            query, key, value = modes.sequence_to_heads(query, key, value, cp_context)
+            output = attend(_ModuleView(module, query.shape[1] // key.shape[1]), attention_mask)
+            return modes.heads_to_sequence(output, cp_context), None
+        key, value, mask = modes.gather_keys(key, value, attention_mask, name, cp_context)
+        return attend(view, mask), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_function)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_cp.class_swap import is_patched
 from hf_cp.kernels.linear_cross_entropy import linear_cross_entropy_sum
 from hf_cp.loss import token_loss_sum
+from hf_cp.regions import region
 
 # Tokens at a time where the projection is not a plain linear layer and runs as a module.
 _MODULE_CHUNK = 1024
@@ -55,11 +56,13 @@ def loss_sum(
     recomputed in backward.
     """
     if is_patched(lm_head):
-        return lm_head(hidden_states, cp_targets=targets, cp_label_smoothing=label_smoothing)
+        with region("head"):
+            return lm_head(hidden_states, cp_targets=targets, cp_label_smoothing=label_smoothing)
 
     def chunk_loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return token_loss_sum(lm_head(hidden), labels, label_smoothing)
 
     chunks = zip(hidden_states.split(_MODULE_CHUNK, 1), targets.split(_MODULE_CHUNK, 1), strict=True)
-    sums = [checkpoint(chunk_loss, hidden, labels, use_reentrant=False) for hidden, labels in chunks]
-    return torch.stack(sums).sum()
+    with region("head"):
+        sums = [checkpoint(chunk_loss, hidden, labels, use_reentrant=False) for hidden, labels in chunks]
+        return torch.stack(sums).sum()
