@@ -12,6 +12,7 @@ from hf_cp.kernels.gdn import chunk_gated_delta_rule, layer
 from hf_cp.modes import allgather, p2p, ulysses
 from hf_cp.modes.conv_halo import causal_conv
 from hf_cp.modes.state_passing import SpanInputs, whole_rule
+from hf_cp.regions import region
 
 from .out_proj import LateGradient
 
@@ -45,9 +46,10 @@ def forward(
         cache = args[0] if args else kwargs.get("cache", kwargs.get("cache_params"))
         return _with_cache(module, _masked(hidden_states, attention_mask), cache)
     hidden_states = _masked(hidden_states, attention_mask)
-    if cp_context.mesh.cp_size == 1:
-        return _on_one_rank(module, hidden_states, cp_context)
-    return _across_ranks(module, hidden_states, cp_context)
+    with region("linear_attn", module.layer_idx):
+        if cp_context.mesh.cp_size == 1:
+            return _on_one_rank(module, hidden_states, cp_context)
+        return _across_ranks(module, hidden_states, cp_context)
 
 
 def _on_one_rank(module: Any, hidden_states: torch.Tensor, cp: CpContext) -> torch.Tensor:
@@ -75,9 +77,12 @@ def _masked(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) ->
 
 def _span_inputs(module: Any, hidden_states: torch.Tensor, cp: CpContext) -> tuple[SpanInputs, Any]:
     """Inputs of the delta rule, and the function that computes the output gate."""
-    qkv, b, a, project_z = type(module).hf_cp_family.project(module, hidden_states)
-    parts = causal_conv(qkv, _conv_weight(module), cp, activation=module.activation, widths=_widths(module))
-    g, beta = layer.gates(a, b, module.A_log, module.dt_bias, backend=cp.config.gdn_backend)
+    with region("project"):
+        qkv, b, a, project_z = type(module).hf_cp_family.project(module, hidden_states)
+    with region("conv"):
+        parts = causal_conv(qkv, _conv_weight(module), cp, activation=module.activation, widths=_widths(module))
+    with region("gates"):
+        g, beta = layer.gates(a, b, module.A_log, module.dt_bias, backend=cp.config.gdn_backend)
     return SpanInputs(*_heads(module, parts), g, beta), project_z
 
 
@@ -99,7 +104,8 @@ def _heads(module: Any, parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.
 def _norm(module: Any, output: torch.Tensor, z: torch.Tensor, backend: str) -> torch.Tensor:
     """Gated norm: ``[B, L, HV, V]`` and the gate ``[B, L, HV * V]`` to ``[B, L, HV * V]``."""
     norm = module.norm
-    normed = layer.gated_rms_norm(output, z.view_as(output), norm.weight, norm.variance_epsilon, backend=backend)
+    with region("norm"):
+        normed = layer.gated_rms_norm(output, z.view_as(output), norm.weight, norm.variance_epsilon, backend=backend)
     return normed.flatten(-2)
 
 
