@@ -1,14 +1,13 @@
 """Every code block of the README runs as it is written, and its commands name targets and files that exist."""
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from forked_scripts import run_script
 from transformers import TrainingArguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,17 +48,7 @@ def test_python_block_runs(block: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PRELUDE + block)
     ranks = 2 if "cp_size=2" in block or "init_process_group" in block else 1
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        cwd=tmp_path,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    run_script(script, ranks=ranks, environment={"ACCELERATE_USE_CPU": "true"})
 
 
 @pytest.mark.parametrize("text", [README, RECIPES_README], ids=["README", "recipes/README"])
