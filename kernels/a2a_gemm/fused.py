@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from .handles import register_backend
 from .plan import CHOOSE, Block, Matrix, Plan, PlanCache, Segment, Tuning, choose_variant, make_plan, stream_of
 from .reference import TorchBackend
 from .routes import Route, copies, heads_per_rank, repeat_heads
@@ -24,22 +25,20 @@ class FusedBackend:
     Results are BF16: `scale_a * scale_b * sum`, with the tensor cores' fast accumulation.
 
     Operands that are pulled are first copied into the workspace's buffer, unless they were written there: see
-    `pull_buffer`. What was pushed lies there and is copied out, unless `copy_out` is False: then results are only
-    valid until the second call after this one, which an operator that reads them at once can use.
+    `pull_buffer`. What was pushed lies there and is copied out.
 
     Args:
         workspace: buffers and group.
         tuning: what a launch leaves open.
-        copy_out: see above.
     """
 
-    def __init__(self, workspace: Workspace, *, tuning: Tuning = CHOOSE, copy_out: bool = True) -> None:
+    def __init__(self, workspace: Workspace, *, tuning: Tuning = CHOOSE) -> None:
         self.workspace = workspace
         self.world_size = workspace.world_size
         self.tuning = tuning
-        self.copy_out = copy_out
         self.test_mode = 0
         self.plans = PlanCache()
+        self.handle = register_backend(self)
         self._torch = TorchBackend(workspace.group)
 
     def pull_buffer(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -82,7 +81,7 @@ class FusedBackend:
         heads: Sequence[int],
         route: Route,
         scales: Scales | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, Tensor]:
         """Pull what other ranks hold while the product of what is there runs. One scale for all matrices."""
         addresses_of_scales = self._check([*tensors, *matrices], scales)
         W, r, ws = self.world_size, self.workspace.rank, self.workspace
@@ -135,9 +134,7 @@ class FusedBackend:
         )  # fmt: skip
         ws.meet()
         plan.run(stream_of(ws.device))
-        widths = [heads_per_rank(count, W) * x.shape[3] for x, count in zip(tensors, heads, strict=True)]
-        parts = gathered.split([width * W if route == "to_sequence" else width for width in widths], dim=2)
-        return y, [part.unflatten(2, (-1, x.shape[3])) for part, x in zip(parts, tensors, strict=True)]
+        return y, gathered
 
     def gemm_a2a(
         self,
@@ -184,11 +181,10 @@ class FusedBackend:
         )  # fmt: skip
         plan.run(stream_of(ws.device))
         ws.meet()
-        outputs = [
-            part.view(torch.bfloat16).view(B, received, count, head_dim)
+        return [
+            part.view(torch.bfloat16).view(B, received, count, head_dim).clone()
             for part, count in zip(local.split(sizes), here, strict=True)
         ]
-        return [y.clone() for y in outputs] if self.copy_out else outputs
 
     def batched_pv_a2a(self, p: Tensor, v: Tensor) -> Tensor:
         """One launch an entry of the batch, one meeting for all."""
@@ -220,8 +216,7 @@ class FusedBackend:
             key = ("batched_pv_a2a", b, addresses[0], _identity(p), _identity(v), self.tuning, self.test_mode)
             self.plans.get(key, make).run(stream_of(ws.device))
         ws.meet()
-        output = local.view(p.dtype).view(B, rows, W * h, D)
-        return output.clone() if self.copy_out else output
+        return local.view(p.dtype).view(B, rows, W * h, D).clone()
 
 
 def pull_offsets(tensors: Sequence[Tensor]) -> list[int]:

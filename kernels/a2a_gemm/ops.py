@@ -16,14 +16,16 @@ Source: Ulysses sequence parallelism (Jacobs et al., 2023, arXiv:2309.14509) for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..gdn.operators import register
+from .handles import backend_of
 from .reference import TorchBackend
 from .routes import Route, check_route, copies, heads_per_rank, opposite, repeat_heads, split_tokens, sum_copies
 
@@ -34,6 +36,11 @@ class Backend(Protocol):
     @property
     def world_size(self) -> int: ...
 
+    @property
+    def handle(self) -> str:
+        """The name under which `handles.backend_of` finds this backend again."""
+        ...
+
     def exchange(self, tensors: Sequence[Tensor], heads: Sequence[int], route: Route) -> list[Tensor]: ...
 
     def gemm_a2a(
@@ -42,7 +49,7 @@ class Backend(Protocol):
 
     def a2a_gemm(
         self, tensors: Sequence[Tensor], matrices: Sequence[Tensor], heads: Sequence[int], route: Route
-    ) -> tuple[Tensor, list[Tensor]]: ...
+    ) -> tuple[Tensor, Tensor]: ...
 
     def batched_pv_a2a(self, p: Tensor, v: Tensor) -> Tensor: ...
 
@@ -53,105 +60,190 @@ def _backend(backend: Backend | None, group: dist.ProcessGroup | None) -> Backen
     return TorchBackend(group) if backend is None else backend
 
 
-class _A2AGemm(torch.autograd.Function):
-    """`y = exchange(x) @ weight^T`.
-
-    | | per rank | |
-    |---|---|---|
-    | forward | x, weight `[N, K]` | A = exchange(x) `[B, T, K]`, y = A weight^T |
-    | backward | dy `[B, T, N]` | dx = exchange^T(dy weight), the mirrored operator; dweight = dy^T A, local |
-
-    Saves A and the weight: x is needed for neither gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, heads: int, route: Route, backend: Backend) -> Tensor:
-        ctx.heads, ctx.head_dim, ctx.route, ctx.backend = heads, x.shape[3], route, backend
-        y, (gathered,) = backend.a2a_gemm([x], [weight.t()], [heads], route)
-        ctx.save_for_backward(gathered if weight.requires_grad else None, weight)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,) = grads
-        gathered, weight = ctx.saved_tensors
-        dx = dweight = None
-        if ctx.needs_input_grad[0]:
-            (dx,) = ctx.backend.gemm_a2a(dy, [weight], [ctx.heads], ctx.head_dim, opposite(ctx.route))
-        if ctx.needs_input_grad[1]:
-            dweight = dy.flatten(0, 1).t() @ gathered.flatten(2).flatten(0, 1)
-        return dx, dweight, None, None, None
+# The operators as PyTorch sees them. A backend goes by its handle, a matrix is `[K, N]` as `TorchBackend` takes it, and
+# results are contiguous and share memory with nothing else.
 
 
-class _GemmA2A(torch.autograd.Function):
-    """`y_i = exchange(x @ weight_i^T)`.
-
-    | | per rank | |
-    |---|---|---|
-    | forward | x `[B, T, C]`, weight_i `[F_i, C]` | y_i = exchange(x weight_i^T) |
-    | backward | dy_i | G_i = exchange^T(dy_i), dx = sum_i G_i weight_i (the mirrored operator), dweight_i = G_i^T x |
-
-    Saves x and the weights.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, heads: Sequence[int], head_dim: int, route: Route, backend: Backend, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.heads, ctx.route, ctx.backend = heads, route, backend
-        ctx.save_for_backward(x, *weights)
-        return tuple(backend.gemm_a2a(x, [weight.t() for weight in weights], heads, head_dim, route))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        route = opposite(ctx.route)
-        if ctx.needs_input_grad[0]:
-            dx, exchanged = ctx.backend.a2a_gemm(grads, weights, ctx.heads, route)
-        else:
-            dx, exchanged = None, ctx.backend.exchange(grads, ctx.heads, route)
-        rows = x.flatten(0, 1)
-        dweights: list[Tensor | None] = [None] * len(weights)
-        for i, (grad, heads) in enumerate(zip(exchanged, ctx.heads, strict=True)):
-            if ctx.needs_input_grad[5 + i]:
-                count = copies(heads, ctx.backend.world_size) if route == "to_sequence" else 1
-                dweights[i] = sum_copies(grad, 2, count).flatten(2).flatten(0, 1).t() @ rows
-        return dx, None, None, None, None, *dweights
+def _own(results: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous results, copied where a backend returned an argument: one rank alone has nothing to exchange."""
+    taken = {x.untyped_storage().data_ptr() for x in arguments}
+    contiguous = [y.contiguous() for y in results]
+    return [y.clone() if y.untyped_storage().data_ptr() in taken else y for y in contiguous]
 
 
-class _BatchedPV(torch.autograd.Function):
-    """`o = exchange(p v)` along `to_sequence`.
+def _widths(tensors: Sequence[Tensor], heads: Sequence[int], route: Route, W: int) -> list[int]:
+    """Columns of each gathered operand, copies of heads included."""
+    return [
+        heads_per_rank(count, W) * x.shape[3] * (W if route == "to_sequence" else 1)
+        for x, count in zip(tensors, heads, strict=True)
+    ]
 
-    | | per rank | |
-    |---|---|---|
-    | forward | p `[B, h, S, S]`, v `[B, S, hkv, D]` | o = exchange(p_l v_l) `[B, Sl, W*h, D]` |
-    | backward | do | G = exchange^T(do) `[B, S, h, D]`; dp_l = G_l v_l^T; dv = p_l^T G_l, summed over a group's heads |
 
-    Saves p and v.
-    """
+def _exchanged_fake(
+    x: Tensor, count: int, head_dim: int, route: Route, W: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    h = heads_per_rank(count, W)
+    B, T = x.shape[:2]
+    shape = (B, T * W, h, head_dim) if route == "to_heads" else (B, T // W, W * h, head_dim)
+    return x.new_empty(shape, dtype=dtype or x.dtype)
 
-    @staticmethod
-    def forward(ctx: Any, p: Tensor, v: Tensor, backend: Backend) -> Tensor:
-        ctx.backend = backend
-        ctx.save_for_backward(p, v)
-        return backend.batched_pv_a2a(p, v)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        p, v = ctx.saved_tensors
-        heads = p.shape[1] * ctx.backend.world_size
-        (grad,) = ctx.backend.exchange(grads, [heads], "to_heads")
-        grad = grad.transpose(1, 2)
-        count = p.shape[1] // v.shape[2]
-        dp = dv = None
-        if ctx.needs_input_grad[0]:
-            dp = grad @ repeat_heads(v, 2, count).permute(0, 2, 3, 1)
-        if ctx.needs_input_grad[1]:
-            dv = sum_copies((p.transpose(2, 3) @ grad).transpose(1, 2), 2, count)
-        return dp, dv, None
+def _a2a_gemm(tensors, matrices, heads, route, handle):
+    y, gathered = backend_of(handle).a2a_gemm(tensors, matrices, heads, route)
+    return tuple(_own([y, gathered], tensors))
+
+
+def _a2a_gemm_fake(tensors, matrices, heads, route, handle):
+    W = backend_of(handle).world_size
+    B, T = tensors[0].shape[:2]
+    rows = T // W if route == "to_sequence" else T * W
+    widths = _widths(tensors, heads, route, W)
+    return tensors[0].new_empty(B, rows, matrices[0].shape[1]), tensors[0].new_empty(B, rows, sum(widths))
+
+
+def _a2a_gemm_setup(ctx, inputs, output):
+    tensors, matrices, ctx.heads, ctx.route, ctx.handle = inputs
+    ctx.dims = [x.shape[3] for x in tensors]
+    ctx.backend = backend_of(ctx.handle)
+    ctx.widths = _widths(tensors, ctx.heads, ctx.route, ctx.backend.world_size)
+    needed = any(matrix.requires_grad for matrix in matrices)
+    ctx.save_for_backward(output[1] if needed else None, *matrices)
+    ctx.set_materialize_grads(False)
+
+
+def _a2a_gemm_backward(ctx, dy, dgathered):
+    gathered, *matrices = ctx.saved_tensors
+    count = len(matrices)
+    if dgathered is not None:
+        raise RuntimeError("hf_cp::a2a_gemm: the exchanged operand is returned for backward alone, do not use it")
+    if dy is None:
+        return [None] * count, [None] * count, None, None, None
+    dy = dy.contiguous()
+    needs_x, needs_matrix = ctx.needs_input_grad[:2]
+    dx: list[Tensor | None] = [None] * count
+    if any(needs_x):
+        unit = math.gcd(*ctx.dims)
+        heads = [H * D // unit for H, D in zip(ctx.heads, ctx.dims, strict=True)]
+        transposed = [matrix.t() for matrix in matrices]
+        parts = _gemm_a2a_op(dy, transposed, heads, unit, opposite(ctx.route), ctx.handle)
+        dx = [part.flatten(2).unflatten(2, (-1, D)) for part, D in zip(parts, ctx.dims, strict=True)]
+    dmatrices: list[Tensor | None] = [None] * count
+    if any(needs_matrix):
+        rows = dy.flatten(0, 1).t()
+        for i, (part, H, D) in enumerate(zip(gathered.split(ctx.widths, 2), ctx.heads, ctx.dims, strict=True)):
+            many = copies(H, ctx.backend.world_size) if ctx.route == "to_sequence" else 1
+            part = sum_copies(part.unflatten(2, (-1, D)), 2, many).flatten(2)
+            # Transposed, so that the gradient of a weight `[N, K]` lies as the weight does.
+            dmatrices[i] = (rows @ part.flatten(0, 1)).t() if needs_matrix[i] else None
+    return dx, dmatrices, None, None, None
+
+
+def _gemm_a2a(x, matrices, heads, head_dim, route, handle):
+    return _own(backend_of(handle).gemm_a2a(x, matrices, heads, head_dim, route), [x])
+
+
+def _gemm_a2a_fake(x, matrices, heads, head_dim, route, handle):
+    W = backend_of(handle).world_size
+    return [_exchanged_fake(x, count, head_dim, route, W) for count in heads]
+
+
+def _gemm_a2a_setup(ctx, inputs, output):
+    x, matrices, ctx.heads, ctx.head_dim, ctx.route, ctx.handle = inputs
+    ctx.backend = backend_of(ctx.handle)
+    ctx.shapes = [y.shape for y in output]
+    ctx.save_for_backward(x, *matrices)
+    ctx.set_materialize_grads(False)
+
+
+def _gemm_a2a_backward(ctx, grads):
+    x, *matrices = ctx.saved_tensors
+    count, route = len(matrices), opposite(ctx.route)
+    if all(grad is None for grad in grads):
+        return None, [None] * count, None, None, None, None
+    grads = [
+        x.new_zeros(shape) if grad is None else grad.contiguous() for grad, shape in zip(grads, ctx.shapes, strict=True)
+    ]
+    needs_x, needs_matrix = ctx.needs_input_grad[:2]
+    dx = None
+    if needs_x:
+        transposed = [matrix.t() for matrix in matrices]
+        dx, gathered = _a2a_gemm_op(grads, transposed, ctx.heads, route, ctx.handle)
+        exchanged = gathered.split(_widths(grads, ctx.heads, route, ctx.backend.world_size), 2)
+    else:
+        exchanged = _exchange_op(grads, ctx.heads, route, ctx.handle)
+    dmatrices: list[Tensor | None] = [None] * count
+    rows = x.flatten(0, 1)
+    for i, (grad, heads) in enumerate(zip(exchanged, ctx.heads, strict=True)):
+        if needs_matrix[i]:
+            many = copies(heads, ctx.backend.world_size) if route == "to_sequence" else 1
+            grad = sum_copies(grad.flatten(2).unflatten(2, (-1, ctx.head_dim)), 2, many)
+            dmatrices[i] = (grad.flatten(2).flatten(0, 1).t() @ rows).t()
+    return dx, dmatrices, None, None, None, None
+
+
+def _exchange(tensors, heads, route, handle):
+    return _own(backend_of(handle).exchange(tensors, heads, route), tensors)
+
+
+def _exchange_fake(tensors, heads, route, handle):
+    W = backend_of(handle).world_size
+    return [_exchanged_fake(x, count, x.shape[3], route, W) for x, count in zip(tensors, heads, strict=True)]
+
+
+def _batched_pv(p, v, handle):
+    return _own([backend_of(handle).batched_pv_a2a(p, v)], [p, v])[0]
+
+
+def _batched_pv_fake(p, v, handle):
+    W = backend_of(handle).world_size
+    B, h, S, _ = p.shape
+    return p.new_empty(B, S // W, W * h, v.shape[3])
+
+
+def _batched_pv_setup(ctx, inputs, output):
+    p, v, ctx.handle = inputs
+    ctx.backend = backend_of(ctx.handle)
+    ctx.save_for_backward(p, v)
+
+
+def _batched_pv_backward(ctx, grad):
+    p, v = ctx.saved_tensors
+    heads = p.shape[1] * ctx.backend.world_size
+    (grad,) = _exchange_op([grad.contiguous()], [heads], "to_heads", ctx.handle)
+    grad = grad.transpose(1, 2)
+    count = p.shape[1] // v.shape[2]
+    dp = dv = None
+    if ctx.needs_input_grad[0]:
+        dp = grad @ repeat_heads(v, 2, count).permute(0, 2, 3, 1)
+    if ctx.needs_input_grad[1]:
+        dv = sum_copies((p.transpose(2, 3) @ grad).transpose(1, 2), 2, count)
+    return dp, dv, None
+
+
+_a2a_gemm_op = register(
+    "a2a_gemm(Tensor[] tensors, Tensor[] matrices, int[] heads, str route, str handle) -> (Tensor, Tensor)",
+    _a2a_gemm,
+    _a2a_gemm_fake,
+    _a2a_gemm_setup,
+    _a2a_gemm_backward,
+)
+_gemm_a2a_op = register(
+    "gemm_a2a(Tensor x, Tensor[] matrices, int[] heads, int head_dim, str route, str handle) -> Tensor[]",
+    _gemm_a2a,
+    _gemm_a2a_fake,
+    _gemm_a2a_setup,
+    _gemm_a2a_backward,
+)
+_exchange_op = register(
+    "a2a_exchange(Tensor[] tensors, int[] heads, str route, str handle) -> Tensor[]", _exchange, _exchange_fake
+)
+_batched_pv_op = register(
+    "batched_pv_a2a(Tensor p, Tensor v, str handle) -> Tensor",
+    _batched_pv,
+    _batched_pv_fake,
+    _batched_pv_setup,
+    _batched_pv_backward,
+)
 
 
 def a2a_gemm(
@@ -200,9 +292,7 @@ def a2a_gemm(
             f"weight of shape {tuple(weight.shape)} must have {columns} columns: those of x {tuple(x.shape)} after "
             f"route={route!r} over {W} ranks"
         )
-    output = _A2AGemm.apply(x, weight, heads, route, engine)
-    assert isinstance(output, Tensor)
-    return output
+    return _a2a_gemm_op([x], [weight.t()], [heads], route, engine.handle)[0]
 
 
 def gemm_a2a(
@@ -254,9 +344,7 @@ def gemm_a2a(
         else:
             split_tokens(x.shape[1], W)
             heads.append(count * W)
-    outputs = _GemmA2A.apply(x, heads, head_dim, route, engine, *weights)
-    assert isinstance(outputs, tuple)
-    return outputs
+    return tuple(_gemm_a2a_op(x, [weight.t() for weight in weights], heads, head_dim, route, engine.handle))
 
 
 def batched_pv_a2a(
@@ -283,6 +371,4 @@ def batched_pv_a2a(
             f"with hkv dividing h"
         )
     split_tokens(p.shape[2], engine.world_size)
-    output = _BatchedPV.apply(p, v, engine)
-    assert isinstance(output, Tensor)
-    return output
+    return _batched_pv_op(p, v, engine.handle)

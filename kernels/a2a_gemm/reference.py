@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .routes import Route, copies, repeat_heads, split_tokens
 
+TORCH_HANDLE = "torch:"
+
 
 class TorchBackend:
     """Exchange with one all-to-all, multiply with `torch.matmul`. Nothing here knows autograd.
@@ -25,6 +27,7 @@ class TorchBackend:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.handle = TORCH_HANDLE + ("" if group is None else group.group_name)
 
     def exchange(self, tensors: Sequence[Tensor], heads: Sequence[int], route: Route) -> list[Tensor]:
         """One message that moves every tensor along `route`.
@@ -72,7 +75,7 @@ class TorchBackend:
 
     def a2a_gemm(
         self, tensors: Sequence[Tensor], matrices: Sequence[Tensor], heads: Sequence[int], route: Route
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, Tensor]:
         """Exchange the heads of every tensor, then multiply: `sum_i gathered_i @ matrices[i]`.
 
         Args:
@@ -80,8 +83,8 @@ class TorchBackend:
             matrices: `[K_i, N]`. For `to_sequence`, `K_i = H_i * D_i`; the copies of a head share its rows.
 
         Returns:
-            `[B, T, N]`, T the tokens that this rank holds after the exchange, and every `gathered_i`
-            `[B, T, heads with copies, D_i]`.
+            `[B, T, N]`, T the tokens that this rank holds after the exchange, and what was multiplied: every
+            `gathered_i` `[B, T, heads with copies * D_i]`, side by side.
         """
         gathered = self.exchange(tensors, heads, route)
         if route == "to_sequence":
@@ -91,8 +94,9 @@ class TorchBackend:
             ]
         rows = [part.flatten(2) for part in gathered]
         if len(rows) == 1:
-            return rows[0] @ matrices[0], gathered
-        return torch.cat(rows, dim=-1) @ torch.cat(tuple(matrices)), gathered
+            return rows[0] @ matrices[0], rows[0]
+        whole = torch.cat(rows, dim=-1)
+        return whole @ torch.cat(tuple(matrices)), whole
 
     def batched_pv_a2a(self, p: Tensor, v: Tensor) -> Tensor:
         """`p[b, l] @ v[b, :, l // (h / hkv)]`, every head's rows to the rank that owns their tokens.
