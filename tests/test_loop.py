@@ -34,7 +34,7 @@ import hf_cp
 from hf_cp.testing import World
 
 Worlds = Callable[..., World]
-STEPS, ROWS, LENGTH, CLIP = 20, 2, 63, 0.25
+STEPS, FEW, ROWS, LENGTH, CLIP = 20, 6, 2, 63, 0.25
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Loop:
     accumulation: int = 1
     count_items: bool = False
     buffers: bool = False
+    steps: int = STEPS
 
     @property
     def micro_batches(self) -> int:
@@ -55,9 +56,9 @@ class Loop:
         return "-".join(flag for flag in [str(self.layout), f"accumulate{self.accumulation}", *flags] if flag)
 
 
-def rows(micro_batches: int) -> Rows:
+def rows(micro_batches: int, steps: int) -> Rows:
     # A row more than the steps take, so that the end of the data ends no accumulation early.
-    return Rows((STEPS + 1) * micro_batches * ROWS, LENGTH)
+    return Rows((steps + 1) * micro_batches * ROWS, LENGTH)
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
@@ -68,19 +69,20 @@ def item_count(batches: list[dict[str, Tensor]]) -> int:
     return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
 
 
-def steps_of(loader: Any, micro_batches: int) -> Iterator[list[dict[str, Tensor]]]:
+def steps_of(loader: Any, micro_batches: int, steps: int) -> Iterator[list[dict[str, Tensor]]]:
     batches = iter(loader)
-    for _ in range(STEPS):
+    for _ in range(steps):
         yield [next(batches) for _ in range(micro_batches)]
 
 
 @functools.cache
-def on_one_process(micro_batches: int, count_items: bool) -> Curve:
+def on_one_process(micro_batches: int, count_items: bool, steps: int) -> Curve:
     """The plain loop: a step's loss is the mean over its micro-batches, or over all its items."""
     model = small_model().train()
     optimizer = optimizer_of(model)
     losses, norms = [], []
-    for batches in steps_of(DataLoader(rows(micro_batches), batch_size=ROWS), micro_batches):
+    loader = DataLoader(rows(micro_batches, steps), batch_size=ROWS)
+    for batches in steps_of(loader, micro_batches, steps):
         total = 0.0
         for batch in batches:
             if count_items:
@@ -94,7 +96,7 @@ def on_one_process(micro_batches: int, count_items: bool) -> Curve:
         optimizer.zero_grad()
         losses.append(total)
     curve = Curve(losses, norms, whole_weights(model))
-    assert_moves(curve, STEPS, CLIP)
+    assert_moves(curve, steps, CLIP)
     return curve
 
 
@@ -122,11 +124,11 @@ def accelerate_loop(rank: int, size: int, loop: Loop) -> Curve:
         )
         bare = patched(small_model(), layout).train()
         prepared: Any = accelerator.prepare(
-            bare, optimizer_of(bare), DataLoader(rows(loop.micro_batches), batch_size=ROWS)
+            bare, optimizer_of(bare), DataLoader(rows(loop.micro_batches, loop.steps), batch_size=ROWS)
         )
         model, optimizer, loader = prepared
         losses, norms = [], []
-        for batches in steps_of(loader, loop.accumulation):
+        for batches in steps_of(loader, loop.accumulation, loop.steps):
             total = 0.0
             extra, scale = {}, 1
             if loop.count_items:
@@ -154,21 +156,22 @@ def accelerate_loop(rank: int, size: int, loop: Loop) -> Curve:
 FSDP_CP2, DDP_CP2 = Layout("fsdp2", cp=2), Layout("ddp", cp=2)
 FSDP_2X2, HSDP_2X2 = Layout("fsdp2", cp=2, dp_shard=2), Layout("fsdp2", cp=2, dp_replicate=2)
 DDP_2X2 = Layout("ddp", cp=2, dp_replicate=2)
+# Twenty steps for each wrapper of four ranks.
 LOOPS = [
-    Loop(FSDP_CP2),
-    Loop(FSDP_CP2, accumulation=4, count_items=True, buffers=True),
-    Loop(DDP_CP2, accumulation=4),
-    Loop(DDP_CP2, count_items=True, buffers=True),
+    Loop(FSDP_CP2, steps=FEW),
+    Loop(FSDP_CP2, accumulation=4, count_items=True, buffers=True, steps=FEW),
+    Loop(DDP_CP2, accumulation=4, steps=FEW),
+    Loop(DDP_CP2, count_items=True, buffers=True, steps=FEW),
     Loop(FSDP_2X2, count_items=True, buffers=True),
-    Loop(HSDP_2X2),
-    Loop(DDP_2X2, accumulation=4, count_items=True, buffers=True),
+    Loop(HSDP_2X2, steps=FEW),
+    Loop(DDP_2X2, accumulation=4, count_items=True, buffers=True, steps=FEW),
     Loop(DDP_2X2),
 ]
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=str)
 def test_accelerate_loop_equals_one_process(world: Worlds, loop: Loop) -> None:
-    expected = on_one_process(loop.micro_batches, loop.count_items)
+    expected = on_one_process(loop.micro_batches, loop.count_items, loop.steps)
     assert_same_curve(world(loop.layout.world_size).run(accelerate_loop, loop, timeout=150), expected)
 
 
@@ -180,8 +183,8 @@ def bare_loop(rank: int, size: int, loop: Loop) -> Curve:
     model = patched(small_model(), layout, cp_group=groups[dp_rank]).train()
     optimizer = optimizer_of(model)
     losses, norms = [], []
-    loader = DataLoader(rows(loop.micro_batches), batch_size=ROWS)
-    for everyone in steps_of(loader, loop.micro_batches):
+    loader = DataLoader(rows(loop.micro_batches, loop.steps), batch_size=ROWS)
+    for everyone in steps_of(loader, loop.micro_batches, loop.steps):
         batches = everyone[dp_rank :: layout.dp]
         total = 0.0
         for batch in batches:
@@ -202,13 +205,13 @@ def bare_loop(rank: int, size: int, loop: Loop) -> Curve:
 @pytest.mark.parametrize(
     "loop",
     [
-        Loop(Layout("bare", cp=2), accumulation=4),
-        Loop(Layout("bare", cp=4, linear_mode="ulysses"), count_items=True),
+        Loop(Layout("bare", cp=2), accumulation=4, steps=FEW),
+        Loop(Layout("bare", cp=4, linear_mode="ulysses"), count_items=True, steps=FEW),
         Loop(Layout("bare", cp=2, dp_replicate=2), count_items=True),
-        Loop(Layout("bare", cp=2, dp_replicate=2, linear_mode="allgather"), accumulation=4),
+        Loop(Layout("bare", cp=2, dp_replicate=2, linear_mode="allgather"), accumulation=4, steps=FEW),
     ],
     ids=str,
 )
 def test_bare_loop_equals_one_process(world: Worlds, loop: Loop) -> None:
-    expected = on_one_process(loop.micro_batches, loop.count_items)
+    expected = on_one_process(loop.micro_batches, loop.count_items, loop.steps)
     assert_same_curve(world(loop.layout.world_size).run(bare_loop, loop, timeout=150), expected)

@@ -49,27 +49,29 @@ FSDP_2X2 = Layout("fsdp2", cp=2, dp_shard=2)
 HSDP_2X2 = Layout("fsdp2", cp=2, dp_replicate=2)
 DDP_2X2 = Layout("ddp", cp=2, dp_replicate=2)
 
+# Twenty steps for each wrapper; a few show how micro-batches, counts, replay and streams enter a step.
+FEW = 6
 RUNS = [
     Run(FSDP_CP2, eval_every=5),
-    Run(FSDP_CP2, count_items=False),
-    Run(FSDP_CP2, accumulation=4, average_tokens=False, steps=10),
-    Run(FSDP_CP2, checkpointing="reentrant"),
-    Run(FSDP_CP2, checkpointing="not_reentrant", steps=10),
-    Run(FSDP_CP2, streaming=True, steps=10),
-    Run(DDP_CP2, accumulation=4, eval_every=10),
+    Run(FSDP_CP2, count_items=False, steps=FEW),
+    Run(FSDP_CP2, accumulation=4, average_tokens=False, steps=FEW),
+    Run(FSDP_CP2, checkpointing="reentrant", steps=FEW),
+    Run(FSDP_CP2, checkpointing="not_reentrant", steps=FEW),
+    Run(FSDP_CP2, streaming=True, steps=FEW),
+    Run(DDP_CP2, accumulation=4, eval_every=3, steps=FEW),
     Run(DDP_CP2, count_items=False),
-    Run(DDP_CP2, checkpointing="not_reentrant", steps=10),
-    Run(Layout("fsdp2", cp=4, linear_mode="allgather", attention_mode="allgather"), eval_every=5),
-    Run(Layout("ddp", cp=4, linear_mode="ulysses"), count_items=False, steps=10),
-    Run(FSDP_2X2, accumulation=4),
+    Run(DDP_CP2, checkpointing="not_reentrant", steps=FEW),
+    Run(Layout("fsdp2", cp=4, linear_mode="allgather", attention_mode="allgather"), eval_every=3, steps=FEW),
+    Run(Layout("ddp", cp=4, linear_mode="ulysses"), count_items=False, steps=FEW),
+    Run(FSDP_2X2, accumulation=4, steps=FEW),
     Run(FSDP_2X2, count_items=False),
-    Run(FSDP_2X2, streaming=True, steps=10),
-    Run(FSDP_2X2, from_environment=True, steps=10),
+    Run(FSDP_2X2, streaming=True, steps=FEW),
+    Run(FSDP_2X2, from_environment=True, steps=FEW),
     Run(HSDP_2X2),
-    Run(HSDP_2X2, accumulation=4, count_items=False),
-    Run(DDP_2X2, count_items=False),
-    Run(DDP_2X2, accumulation=4),
-    Run(Layout("fsdp2", dp_shard=2), steps=10),  # patched, no context parallelism
+    Run(HSDP_2X2, accumulation=4, count_items=False, steps=FEW),
+    Run(DDP_2X2, count_items=False, steps=FEW),
+    Run(DDP_2X2, accumulation=4, steps=FEW),
+    Run(Layout("fsdp2", dp_shard=2), steps=FEW),  # patched, no context parallelism
 ]
 
 
@@ -105,7 +107,7 @@ def recipe_on_rank(rank: int, size: int, run: Run, environment: dict[str, str]) 
 
 
 def test_launch_configuration_file_of_the_recipes(world: Worlds) -> None:
-    run = Run(FSDP_CP2, from_environment=True, steps=10)
+    run = Run(FSDP_CP2, from_environment=True, steps=FEW)
     environment = launch_environment("cpu_x2.yaml")
     assert environment.items() >= sizes_environment(FSDP_CP2).items()
     expected = train_on_one_process(run.on_one_process())
@@ -257,7 +259,7 @@ def test_resumed_run_continues_the_curve(world: Worlds, layout: Layout, kind: st
 
 
 def low_precision_on_rank(rank: int, size: int, kind: str) -> Curve:
-    run = Run(FSDP_CP2, steps=10, options=(("bf16", kind == "mixed_precision"),))
+    run = Run(FSDP_CP2, steps=FEW, options=(("bf16", kind == "mixed_precision"),))
     model = small_model()
     if kind == "loaded":
         model = model.to(torch.bfloat16)
@@ -269,7 +271,7 @@ def low_precision_on_rank(rank: int, size: int, kind: str) -> Curve:
 
 @pytest.mark.parametrize("kind", ["loaded", "mixed_precision"])
 def test_bfloat16_follows_the_curve(world: Worlds, kind: str) -> None:
-    expected = train_on_one_process(Run(FSDP_CP2, steps=10).on_one_process())
+    expected = train_on_one_process(Run(FSDP_CP2, steps=FEW).on_one_process())
     for curve in world(2).run(low_precision_on_rank, kind, timeout=120):
         assert relative(curve.losses, expected.losses) < 0.02
         assert curve.losses[-1] < 0.9 * curve.losses[0]
@@ -342,10 +344,10 @@ def test_unpatched_models_go_to_accelerate(world: Worlds) -> None:
 
 def patched_alone() -> Curve:
     with launched({}), tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(Run(), folder, model=hf_cp.patch(small_model(), gdn_backend="eager"))
+        trainer = make_trainer(Run(steps=FEW), folder, model=hf_cp.patch(small_model(), gdn_backend="eager"))
         trainer.train()
         return curve_of(trainer)
 
 
 def test_patched_on_one_process_without_any_configuration() -> None:
-    assert_same_curve([patched_alone()], train_on_one_process(Run()))
+    assert_same_curve([patched_alone()], train_on_one_process(Run(steps=FEW)))

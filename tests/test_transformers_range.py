@@ -56,12 +56,12 @@ def test_version(world: Worlds) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        Run(FSDP_CP2, steps=10, eval_every=5),
-        Run(FSDP_CP2, steps=10, accumulation=2, average_tokens=False, checkpointing="not_reentrant"),
-        Run(DDP_CP2, steps=10, checkpointing="reentrant"),
-        Run(DDP_CP2, steps=10, accumulation=2, count_items=False),
-        Run(Layout("fsdp2", cp=2, dp_shard=2, attention_mode="allgather"), steps=5, from_environment=True),
-        Run(Layout("ddp", cp=4, linear_mode="ulysses"), steps=10, streaming=True),
+        Run(FSDP_CP2, steps=6, eval_every=3),
+        Run(FSDP_CP2, steps=6, accumulation=2, average_tokens=False, checkpointing="not_reentrant"),
+        Run(DDP_CP2, steps=6, checkpointing="reentrant"),
+        Run(DDP_CP2, steps=6, accumulation=2, count_items=False),
+        Run(Layout("fsdp2", cp=2, dp_shard=2, attention_mode="allgather"), steps=6, from_environment=True),
+        Run(Layout("ddp", cp=4, linear_mode="ulysses"), steps=6, streaming=True),
     ],
     ids=str,
 )
