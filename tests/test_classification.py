@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 from test_multimodal import IMAGE, media, placed
 from test_multimodal import small_model as multimodal_model
-from test_parity import assert_small, difference, each_pair, gradients, step, token_ids, worst
+from test_parity import TWO_LAYERS, assert_small, difference, each_pair, gradients, step, token_ids, worst
 from torch import Tensor
 from torch.utils.data import Dataset
 from training_runs import Curve, Layout, Run, assert_same_curve, curve_of, environment_of, launched, make_trainer
@@ -34,7 +34,8 @@ def small_model(name: str, **overrides: Any) -> Any:
         fields = {**FIELDS, "rope_parameters": rope, "num_experts": 4}
         config: Any = transformers.Qwen3NextConfig(**fields)
     elif name == "Qwen3_5ForSequenceClassification":
-        config = multimodal_model("Qwen3_5", "Model").config
+        layers = {key: overrides.pop(key) for key in TWO_LAYERS if key in overrides}
+        config = multimodal_model("Qwen3_5", "Model", **layers).config
         config.text_config.pad_token_id = PAD
     else:
         config = tiny_qwen3_5().config
@@ -80,7 +81,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def classify_case(rank: int, size: int, key: str) -> dict[str, float]:
     name, kind, overrides = MODELS[key]
-    model = small_model(name, **overrides).train()
+    model = small_model(name, **TWO_LAYERS, **overrides).train()
     keys, errors = list(model.state_dict()), {}
     for side in ("right", "left"):
         batch: dict[str, Any] = padded(side)
@@ -210,7 +211,7 @@ class Classified(Dataset[dict[str, Any]]):
 
 
 def train_classifier(run: Run, name: str, smoothing: float) -> tuple[Curve, Tensor]:
-    model = small_model(name, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    model = small_model(name, **TWO_LAYERS)
     if run.layout is not None and not run.layout.stock:
         hf_cp.patch(model, gdn_backend="eager")
     by_token = "Token" in name

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import assert_small, difference, each_pair, gradients, step, token_ids, worst
+from test_parity import TWO_LAYERS, assert_small, difference, each_pair, gradients, step, token_ids, worst
 
 import hf_cp
 from hf_cp.loss import TrainerItemCount
@@ -44,7 +44,7 @@ def small_model(name: str, **overrides: Any) -> Any:
 
 
 def family_case(rank: int, size: int, name: str, padded: bool) -> dict[str, float]:
-    model = small_model(name).train()
+    model = small_model(name, **TWO_LAYERS).train()
     ids = token_ids(2, 37)
     inputs: dict[str, Any] = {"input_ids": ids}
     if padded:

@@ -26,7 +26,7 @@ from training_runs import (
 from hf_cp.testing import World
 
 Worlds = Callable[..., World]
-STEPS = 4
+STEPS = 2
 FSDP_CP2 = Layout("fsdp2", cp=2)
 DDP_2X2 = Layout("ddp", cp=2, dp_replicate=2)
 

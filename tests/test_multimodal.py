@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from packaging.version import Version
-from test_parity import assert_small, difference, each_pair, gradients, step, token_ids, worst
+from test_parity import TWO_LAYERS, assert_small, difference, each_pair, gradients, step, token_ids, worst
 from torch import Tensor
 from torch.utils.data import Dataset
 from training_runs import Curve, Layout, Run, assert_same_curve, curve_of, environment_of, launched, make_trainer
@@ -122,7 +122,7 @@ KINDS = [
 
 def picture_case(rank: int, size: int, name: str, kind: str) -> dict[str, float]:
     """Loss, logits, positions and every gradient, the vision tower's too."""
-    model = small_model(name).train()
+    model = small_model(name, **TWO_LAYERS).train()
     batch = batch_of(kind)
     experts = {"output_router_logits": True} if name == "Qwen3_5Moe" else {}
     given = {key: value for key, value in batch.items() if key != "labels"}
@@ -183,7 +183,7 @@ def test_pictures(world: Worlds, size: int, name: str, kinds: list[str]) -> None
 
 def packed_case(rank: int, size: int) -> dict[str, float]:
     """Documents with pictures, packed by four rows of positions, against each document alone."""
-    model = small_model("Qwen3_5").train()
+    model = small_model("Qwen3_5", **TWO_LAYERS).train()
     documents = [placed(13, (4, 6, IMAGE)), placed(9), placed(21, (7, 4, VIDEO), (14, 4, VIDEO))]
     pictures: list[Any] = [([(1, 4, 6)], []), ([], []), ([], [(2, 4, 4)])]
     positions, count = [], sum(ids.shape[1] - 1 for ids in documents)
@@ -319,7 +319,7 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def train_pictures(run: Run) -> Curve:
-    model = small_model("Qwen3_5", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    model = small_model("Qwen3_5", **TWO_LAYERS)
     if run.layout is not None:
         hf_cp.patch(model, gdn_backend="eager")
     options = {"train_dataset": Pictures(16), "eval_dataset": Pictures(2), "data_collator": collate}
@@ -334,7 +334,7 @@ def train_pictures_on_rank(rank: int, size: int, run: Run) -> Curve:
 
 
 def test_trainer(world: Worlds) -> None:
-    run = Run(Layout("fsdp2", cp=2), steps=4, accumulation=2, eval_every=2, checkpointing="not_reentrant")
+    run = Run(Layout("fsdp2", cp=2), steps=2, accumulation=2, eval_every=2, checkpointing="not_reentrant")
     # Multimodal heads take means of micro-batches: they accept no item count.
     expected = train_pictures(replace(run, layout=None, checkpointing=None))
     assert_same_curve(world(2).run(train_pictures_on_rank, run, timeout=120), expected)

@@ -21,6 +21,8 @@ Worlds = Callable[..., World]
 LINEAR, ATTENTION = PatchConfig.CHOICES["linear_mode"], PatchConfig.CHOICES["attention_mode"]
 PAIRS = list(product(LINEAR, ATTENTION))
 BOUND = 1e-5
+# One layer of each kind, where nothing asks for more; the small model has four, three of them linear.
+TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
 
 def token_ids(batch: int, length: int, seed: int = 0) -> Tensor:
@@ -98,11 +100,12 @@ def lengths_case(
 @pytest.mark.parametrize("length", [1, 7, 63, 64, 65, 257])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_lengths(world: Worlds, size: int, length: int) -> None:
-    assert_small(world(size).run(lengths_case, length, PAIRS, {}, timeout=120))
+    overrides = {} if length == 65 else TWO_LAYERS
+    assert_small(world(size).run(lengths_case, length, PAIRS, overrides, timeout=120))
 
 
 def test_fewer_tokens_than_the_convolution_has_taps_on_eight_ranks(world: Worlds) -> None:
-    overrides = {"linear_num_key_heads": 8, "linear_key_head_dim": 8}
+    overrides = {**TWO_LAYERS, "linear_num_key_heads": 8, "linear_key_head_dim": 8}
     assert_small(world(8).run(lengths_case, 17, PAIRS, overrides, timeout=180))
 
 
@@ -131,7 +134,7 @@ def test_query_heads_of_a_rank_spanning_two_kv_heads(world: Worlds) -> None:
 
 def padding_case(rank: int, size: int, implementation: str) -> dict[str, float]:
     """Ragged right padding, ragged left padding, and a row of one token, labels ignored where padded."""
-    model = tiny_qwen3_5(attn_implementation=implementation).train()
+    model = tiny_qwen3_5(attn_implementation=implementation, **TWO_LAYERS).train()
     length, valid = 45, (45, 18, 1)
     errors = {}
     for side in ("right", "left"):
@@ -235,7 +238,7 @@ def test_scales(world: Worlds, size: int) -> None:
 
 def outputs_case(rank: int, size: int) -> dict[str, float]:
     """Whole outputs, and gradients through them: a loss of the user's own, computed alike on every rank."""
-    model = tiny_qwen3_5().train()
+    model = tiny_qwen3_5(**TWO_LAYERS).train()
     ids = token_ids(2, 29, seed=5)
     weights = torch.randn(2, 29, 97, generator=torch.Generator().manual_seed(6))
     embeds = model.get_input_embeddings()(ids).detach()
@@ -283,7 +286,7 @@ def test_outputs(world: Worlds, size: int) -> None:
 
 def packed_case(rank: int, size: int, lengths: tuple[int, ...], given: str) -> dict[str, float]:
     """Packed documents against each document alone through the stock model."""
-    model = tiny_qwen3_5().train()
+    model = tiny_qwen3_5(**TWO_LAYERS).train()
     total = sum(lengths)
     ids = token_ids(1, total, seed=7)
     edges = torch.tensor([0, *lengths]).cumsum(0)
