@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset
+from forked_scripts import run_script
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -32,19 +31,6 @@ def load(name: str) -> ModuleType:
 
 demo = load("demo")
 sft = load("sft")
-
-
-def run(*command: str | Path, timeout: float = 400) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +131,7 @@ def test_stock_run_saves_evaluates_and_resumes_without_the_package(
         f"import sys\nsys.modules['hf_cp'] = None\nsys.path.insert(0, {str(RECIPES)!r})\nimport sft\n"
         f"for argv in {arguments!r}:\n    sft.main(argv)\n"
     )
-    run(script)
+    run_script(script, timeout=400)
 
     whole, parts = demo.read_steps(tmp_path / "whole"), demo.read_steps(tmp_path / "parts")
     assert [step for step, _, _ in whole] == [1, 2, 3, 4]
@@ -155,7 +141,8 @@ def test_stock_run_saves_evaluates_and_resumes_without_the_package(
 
 
 def test_demo_agrees_and_draws(tmp_path: Path) -> None:
-    output = run(RECIPES / "demo.py", "--output", tmp_path, "--steps", "3", "--seq-len", "63", "--max-texts", "12")
+    options = ["--output", str(tmp_path), "--steps", "3", "--seq-len", "63", "--max-texts", "12"]
+    output = run_script(RECIPES / "demo.py", *options, timeout=400)
     assert "PASS: 3 steps" in output, output[-3000:]
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 

@@ -20,10 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked_scripts import run_script
 
 
 def in_process(script: str, mode: str, **environment: str) -> Any:
-    """The JSON that a script prints last, started with `mode` and with these variables beside the inherited ones."""
+    """The JSON that a script prints last, started with `mode` and with these variables beside the inherited ones.
+
+    Without variables of its own the process is forked from one that has imported torch, and Triton without interpreter.
+    """
+    if not environment and "TRITON_INTERPRET" not in os.environ:
+        return json.loads(run_script(Path(script), mode, timeout=300.0).splitlines()[-1])
     # The interpreter must not be asked for by the environment of the tests themselves.
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, script, mode], env=inherited | environment, capture_output=True, text=True)
