@@ -195,7 +195,8 @@ def check_served(name: str, **asked: Any) -> None:
 def refuse(name: str, reason: str | None) -> None:
     """Raises the one line in which every refusal of a backend reads; nothing without a reason."""
     if reason is not None:
-        raise ValueError(f'gdn_backend="{name}" cannot run: {reason}; pass gdn_backend="eager"')
+        remedy = '"triton" or "eager"' if name == "gluon" else '"eager"'
+        raise ValueError(f'gdn_backend="{name}" cannot run: {reason}; pass gdn_backend={remedy}')
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 B batch, T tokens, D channels, k taps, H key heads, HV value heads, K/V head dims.
 Each function takes the name of a backend, as the delta rule does: "eager" runs the definition in `reference`, "triton"
-a kernel of `triton_layer`. Decoding steps exist as kernels only.
+and "gluon" the same kernel of `triton_layer`. Decoding steps exist as kernels only.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def causal_conv1d(
         cu_seqlens: [N+1], int32 or int64, with B = 1; None is one document a row. On a GPU its values are not read.
         activation: "silu" or None.
         widths: channels of each result, D together, at most 3; None is one result.
-        backend: "eager" or "triton" (k at most 4).
+        backend: "eager", "triton" or "gluon" (k at most 4).
     Returns:
-        [B, T, width] tensors in x's dtype; with "triton" contiguous ones.
+        [B, T, width] tensors in x's dtype; with kernels contiguous ones.
     Raises:
         ValueError: a shape, dtype, device or activation outside the above, or a backend that cannot run.
     """
@@ -168,7 +168,7 @@ def gates(
 
     Args:
         a, b: [B, T, HV], floating. A_log, dt_bias: [HV], floating.
-        backend: "eager" or "triton".
+        backend: "eager", "triton" or "gluon".
     Returns:
         g [B, T, HV] in fp32 (fp64 if an input is fp64) and beta [B, T, HV] in b's dtype.
     Raises:
@@ -233,7 +233,7 @@ def gated_rms_norm(
 
     Args:
         x, z: [..., V], floating, of one shape. weight: [V], floating. eps: added to the mean square.
-        backend: "eager" or "triton".
+        backend: "eager", "triton" or "gluon".
     Returns:
         [..., V] in x's dtype.
     Raises:

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels of a layer's sizes ahead of its first step.
 
-python -m hf_cp.kernels.gdn.warm_up --heads 16:32 --dims 128:128 [--dtype bfloat16]
+python -m hf_cp.kernels.gdn.warm_up --heads 16:32 --dims 128:128 [--dtype bfloat16] [--backend triton]
 
 Triton keeps what it compiled on disk (TRITON_CACHE_DIR, by default ~/.triton/cache), so a job that finds the cache
 starts at once.
@@ -30,12 +30,14 @@ def warm_up(
     *,
     taps: int = 4,
     dtype: torch.dtype = torch.bfloat16,
+    backend: str = "triton",
     device: torch.device | str = "cuda",
 ) -> float:
     """Runs every kernel of a layer of these sizes, forward, backward, packed, across ranks and decoding, on short rows.
 
     Args:
         key_heads, value_heads: H and HV. key_dim, value_dim: K and V. taps: k of the convolution. dtype: of the layer.
+        backend: "triton" or "gluon".
     Returns:
         Seconds that it took.
     Raises:
@@ -56,10 +58,10 @@ def warm_up(
         for packed in (False, True):
             offsets = torch.tensor([0, length], dtype=torch.int32, device=device) if packed else None
             for halo in (None, ones(1, taps - 1, sum(widths))):
-                parts = layer.causal_conv1d(x, weight, halo, offsets, widths=widths, backend="triton")
+                parts = layer.causal_conv1d(x, weight, halo, offsets, widths=widths, backend=backend)
                 dims = (key_dim, key_dim, value_dim)
                 q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True))
-                g, beta = layer.gates(a, a, A_log, dt_bias, backend="triton")
+                g, beta = layer.gates(a, a, A_log, dt_bias, backend=backend)
                 o, final_state = chunk_gated_delta_rule(
                     q,
                     k,
@@ -70,13 +72,13 @@ def warm_up(
                     output_final_state=True,
                     use_qk_l2norm_in_kernel=True,
                     cu_seqlens=offsets,
-                    backend="triton",
+                    backend=backend,
                 )
-                y = layer.gated_rms_norm(o, z, norm_weight, 1e-6, backend="triton")
+                y = layer.gated_rms_norm(o, z, norm_weight, 1e-6, backend=backend)
                 assert final_state is not None
                 (y.float().sum() + final_state.sum()).backward()
         with torch.no_grad():
-            stages = get_backend("triton")
+            stages = get_backend(backend)
             options: Any = {"use_qk_l2norm_in_kernel": True}
             stages.summary(k, v, g, beta, **options)
             stages.backward_state(q, k, g, beta, v, scale=1.0, **options)
@@ -94,9 +96,10 @@ def main() -> None:
     parser.add_argument("--heads", required=True, help="key and value heads, e.g. 16:32")
     parser.add_argument("--dims", required=True, help="key and value head dims, e.g. 128:128")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--backend", default="triton", choices=["triton", "gluon"])
     arguments = parser.parse_args()
     sizes = [int(n) for field in (arguments.heads, arguments.dims) for n in field.split(":")]
-    print(f"{warm_up(*sizes, dtype=getattr(torch, arguments.dtype)):.1f} s")
+    print(f"{warm_up(*sizes, dtype=getattr(torch, arguments.dtype), backend=arguments.backend):.1f} s")
 
 
 if __name__ == "__main__":

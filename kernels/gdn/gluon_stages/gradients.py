@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..triton_stages.chunks import CHUNK, PROGRAMS, Chunks
-from ..triton_stages.launch import on_device
+from ..triton_stages.launch import SIZES, on_device
 from .compatible import HAS_REINTERPRET, async_load, async_store, barrier
 from .prepare import Prepared
 from .scales import BETA, GATE, KEY_NORM, QUERY_NORM, READ, SCALE_ROWS, WRITE
@@ -372,7 +372,7 @@ def _run(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def _gradient_kernel(
     d_q,
     d_k,

@@ -8,6 +8,22 @@ from typing import NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+# Arguments that no kernel is compiled anew for: what runs is what was verified. With one chunk a document as a
+# constant, the Gluon kernel of the gradients had five times the spills, and its dg was wrong on the H200.
+SIZES = [
+    "seq_len",
+    "chunks_per_document",
+    "transition_offset",
+    "tasks",
+    "spans",
+    "span_chunks",
+    "H",
+    "HV",
+    # Only their alignment: a span may begin at any token.
+    "p_g",
+    "p_beta",
+]
+
 
 def dot_precision(dtype: torch.dtype) -> str:
     """`input_precision` of a dot over operands of `dtype`; it matters for fp32 alone."""

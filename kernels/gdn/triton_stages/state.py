@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .chunks import BETA, CHUNK, ERROR, GATE, KEY_NORM, QUERY, READ, SCALE_ROWS, WRITE, Chunks, document_span
-from .launch import block_tiles, dot_precision, launch, on_device, token_tiles
+from .launch import SIZES, block_tiles, dot_precision, launch, on_device, token_tiles
 from .prepare import Prepared
 
 _READ = tl.constexpr(READ)
@@ -269,7 +269,7 @@ def _reverse_span(
     tl.store(p_dinitial_state + o_state, b_dstate)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
     d_q,
     d_k,
@@ -348,7 +348,7 @@ def _forward_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _backward_kernel(
     d_q,
     d_k,
@@ -654,7 +654,7 @@ def reverse(
     return Chains(states, dstates, dvalues, dinitial_state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _fold_kernel(
     p_transition,
     p_added,
