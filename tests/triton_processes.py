@@ -74,7 +74,7 @@ def _kind_of(value: Any, parameter: Any) -> tuple[str, bool]:
         layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
         return f"tensordesc<{_NAMES[value.base.dtype]}[{','.join(map(str, value.block_shape))}]{layout}>", False
     if isinstance(value, torch.Tensor):
-        return "*" + _NAMES[value.dtype], True
+        return "*" + _NAMES[value.dtype], not free
     if isinstance(value, float):
         return "fp32", False
     return "i32", value % 16 == 0 and not free
