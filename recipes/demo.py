@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -147,7 +148,7 @@ def main() -> int:
     output.mkdir(parents=True, exist_ok=True)
 
     start = time.perf_counter()
-    texts = list(documentation())[: args.max_texts]
+    texts = list(islice(documentation(), args.max_texts))
     (output / "docstrings.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     train_tokenizer(texts, output / "tokenizer")
     characters = sum(map(len, texts))
