@@ -50,7 +50,13 @@ def _hash(value: Any) -> torch.Tensor:
     return fingerprint(torch.as_tensor(value) if given else None)
 
 
-def agree(mesh: CpMesh, *, refusal: str | None, inputs: Any, kind: int, **hashed: Any) -> None:
+# What a rank's first number says: that it joins in a sharded call, refuses it, or keeps a KV cache instead.
+_SHARDS, _REFUSES, _CACHES = 0, 1, 2
+
+
+def agree(
+    mesh: CpMesh, *, refusal: str | None, inputs: Any = None, kind: int = 0, cached: bool = False, **hashed: Any
+) -> None:
     """Raise the same error on every rank of the group if a rank refuses its call or the ranks' batches differ.
 
     One small all-gather and one host read a forward; nothing else of a forward needs the host to wait.
@@ -59,6 +65,7 @@ def agree(mesh: CpMesh, *, refusal: str | None, inputs: Any, kind: int, **hashed
         refusal: this rank's reason not to run the call, or ``None``. With a reason, nothing else is looked at.
         inputs: token ids ``[B, T]`` or embeddings ``[B, T, D]`` of the whole sequence.
         kind: a small integer for what is asked; ranks must ask for the same.
+        cached: the call begins a KV cache. It is not sharded, and nothing but this is looked at.
         hashed: tensors, numbers or ``None``, by the names of `_HASHED` with underscores.
 
     Raises:
@@ -69,19 +76,26 @@ def agree(mesh: CpMesh, *, refusal: str | None, inputs: Any, kind: int, **hashed
             raise ValueError(refusal)
         return
     fields = (*_SIZES, *_HASHED, _KIND)
-    if refusal is not None:
-        rows = exchange_vector([1] + [0] * len(fields), mesh)
+    if refusal is not None or cached:
+        rows = exchange_vector([_CACHES if refusal is None else _REFUSES] + [0] * len(fields), mesh)
     else:
         hashed["inputs"] = inputs
         hashes = [_hash(hashed.get(name.replace(" ", "_"))).to(inputs.device) for name in _HASHED]
-        head = torch.tensor([0, *inputs.shape[:2]], dtype=torch.int64, device=inputs.device)
+        head = torch.tensor([_SHARDS, *inputs.shape[:2]], dtype=torch.int64, device=inputs.device)
         tail = torch.tensor([kind], dtype=torch.int64, device=inputs.device)
         rows = exchange_vector(torch.cat([head, torch.stack(hashes), tail]), mesh)
-    if any(row[0] for row in rows):
+    if any(row[0] == _REFUSES for row in rows):
         reasons = exchange_objects(refusal, mesh)
         rank, reason = next((r, text) for r, text in enumerate(reasons) if text is not None)
         everywhere = all(text == reason for text in reasons)
         raise ValueError(reason if everywhere else f"{reason} (refused by context-parallel rank {rank})")
+    caching = [rank for rank, row in enumerate(rows) if row[0] == _CACHES]
+    if 0 < len(caching) < mesh.cp_size:
+        ranks = f"{', '.join(map(str, caching))} of 0 to {mesh.cp_size - 1}"
+        raise ValueError(
+            f"use_cache=True on context-parallel ranks {ranks} alone: "
+            "a call with a KV cache is not sharded; let every rank of the group make it, or none"
+        )
     for index, name in enumerate(fields, start=1):
         values = [row[index] for row in rows]
         if len(set(values)) > 1:

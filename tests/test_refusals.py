@@ -39,7 +39,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
 import hf_cp
 from hf_cp.class_swap import is_patched
-from hf_cp.testing import TINY_FIELDS, World, allow_fsdp2_on_cpu, tiny_qwen3_5
+from hf_cp.testing import TINY_FIELDS, CommunicationLog, World, allow_fsdp2_on_cpu, tiny_qwen3_5
 
 Worlds = Callable[..., World]
 SECONDS = 5.0
@@ -273,6 +273,56 @@ def decoder_alone(rank: int, size: int) -> list[str]:
     ]
     assert decoder(input_ids=ids).last_hidden_state.shape[:2] == ids.shape
     return texts
+
+
+def mixed_caches(rank: int, size: int) -> list[str]:
+    """Without labels a call with a cache is stock's: ranks that begin one meet those that shard, in every order."""
+    head = bound_model().eval()
+    ids = token_ids()
+    texts = []
+    for model in (head, head.model):
+        texts += [
+            refusal(lambda model=model: model(input_ids=ids, use_cache=rank == 1)),
+            refusal(lambda model=model: model(input_ids=ids, use_cache=rank != 1)),
+            refusal(
+                lambda model=model: model(
+                    input_ids=ids, **({"past_key_values": DynamicCache(config=head.config)} if rank == 1 else {})
+                )
+            ),
+        ]
+    texts += [
+        # A rank that generates, and ranks that go on with training.
+        refusal(
+            lambda: (
+                head.generate(ids, max_new_tokens=2, pad_token_id=0) if rank == 1 else head(input_ids=ids, labels=ids)
+            )
+        ),
+        refusal(lambda: head.generate(ids, max_new_tokens=2, pad_token_id=0, use_cache=rank == 1)),
+    ]
+    # The reason of a rank that refuses its call beats the mixture.
+    beaten = refusal(
+        lambda: head(input_ids=ids, use_cache=True) if rank else head(input_ids=ids, output_attentions=True)
+    )
+    assert "output_attentions" in beaten
+    # What every rank begins needs no agreement on tokens, and none on what follows: other prompts, other numbers.
+    prompt = token_ids(rank)[:1, : 9 + rank]
+    with torch.no_grad(), CommunicationLog() as log:
+        found = head.generate(prompt, max_new_tokens=3 + rank, do_sample=False, pad_token_id=0)
+    assert log.names == ["all_gather"]
+    stock = hf_cp.unpatch(copy.deepcopy(head))
+    assert torch.equal(found, stock.generate(prompt, max_new_tokens=3 + rank, do_sample=False, pad_token_id=0))
+    assert head.train()(input_ids=ids, labels=ids).loss.isfinite()
+    return texts
+
+
+def test_cached_calls_on_some_ranks(world: Worlds) -> None:
+    results = world(4).run(mixed_caches)
+    assert all(texts == results[0] for texts in results)
+    for text in results[0]:
+        assert "use_cache=True" in text
+        assert "\n" not in text
+    assert "ranks 1 of 0 to 3" in results[0][0]
+    assert "ranks 0, 2, 3 of 0 to 3" in results[0][1]
 
 
 def test_decoder(world: Worlds) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 
 from hf_cp.collectives import gather_sequence
@@ -64,6 +65,26 @@ class Whole:
 def is_cached(arguments: CallArguments) -> bool:
     """Whether a call uses a KV cache: it then runs unsharded, as stock, alike on every rank."""
     return arguments.cache is not None or bool(arguments.get("use_cache"))
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether no token has gone through a cache; the linear layers know without a read from the device."""
+    linear = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    return not linear[0].has_previous_state[0] if linear else cache.get_seq_length() == 0
+
+
+@outside_graphs
+def _agree_on_new_cache(module: Any, arguments: CallArguments) -> None:
+    """Where a cache begins, let the ranks agree that each of them begins one.
+
+    Such a call sends nothing else, and a rank in a sharded one would wait for it. What follows with the cache is not
+    checked: that would cost an exchange a token.
+
+    Raises:
+        ValueError: the same line on every rank of the group.
+    """
+    if arguments.cache is None or _is_empty(arguments.cache):
+        agree(module._hf_cp.mesh, refusal=None, cached=True)
 
 
 def _read_whole(arguments: CallArguments) -> Whole:
@@ -293,6 +314,8 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
             routers += output["router_logits"]
         return output
     if is_cached(arguments):
+        if module._hf_cp.mesh.cp_size > 1:
+            _agree_on_new_cache(module, arguments)
         return stock_forward(module, **arguments.replace())
     as_tuple = pop_as_tuple(module, arguments)
     cp, whole = open_context(module, arguments)
