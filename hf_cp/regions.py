@@ -1,4 +1,4 @@
-"""Names for the parts of a step in profiles: what `hf-cp trace` reads, and NVTX under `torch.autograd.profiler.emit_nvtx`.
+"""Names for the parts of a step in profiles, read by `hf-cp trace`, and in NVTX under torch's `emit_nvtx`.
 
 The names are `hf_cp::<part>`; a part of one layer carries its index, `hf_cp::linear_attn.3`.
 """

@@ -23,7 +23,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("hf_cp.modes",),
     ("hf_cp.models",),
-    ("hf_cp.patch", "hf_cp.plugin", "hf_cp.cli", "hf_cp.bench", "hf_cp.testing"),
+    ("hf_cp.patch", "hf_cp.plugin", "hf_cp.testing"),
+    ("hf_cp.report",),
+    ("hf_cp.planning", "hf_cp.doctor", "hf_cp.trace"),
+    ("hf_cp.bench", "hf_cp.bench_step"),
+    ("hf_cp.cli",),
     ("hf_cp",),
 )
 # Who may import a library, and who may do so only inside a function, so that `import hf_cp` does not need it.
@@ -32,8 +36,12 @@ LIBRARIES = {
     "triton": (("hf_cp.kernels",), ()),
     "fla": ((), ("hf_cp.kernels.gdn.bench",)),
     "flash_qla": ((), ("hf_cp.kernels.gdn.bench",)),
-    "transformers": (("hf_cp.models", "hf_cp.patch"), ("hf_cp.plugin", "hf_cp.testing", "hf_cp.cli", "hf_cp.bench")),
-    "accelerate": (("hf_cp.plugin",), ("hf_cp.testing", "hf_cp.cli", "hf_cp.bench")),
+    "transformers": (
+        ("hf_cp.models", "hf_cp.patch"),
+        ("hf_cp.plugin", "hf_cp.testing", "hf_cp.bench", "hf_cp.bench_step"),
+    ),
+    "accelerate": (("hf_cp.plugin",), ("hf_cp.testing",)),
+    "matplotlib": ((), ("hf_cp.report",)),
 }
 
 
@@ -157,6 +165,9 @@ def test_every_module_has_a_layer() -> None:
         ("hf_cp/plugin.py", "from transformers import Trainer", True),
         ("hf_cp/plugin.py", "def f():\n    from transformers import Trainer", False),
         ("hf_cp/testing.py", "import hf_cp", True),
+        ("hf_cp/patch.py", "from . import cli", True),
+        ("hf_cp/planning/cost.py", "from ..bench import main", True),
+        ("hf_cp/cli.py", "from . import bench, doctor", False),
         ("hf_cp/config.py", "from .mesh import CpMesh", True),
     ],
 )

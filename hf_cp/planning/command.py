@@ -1,0 +1,326 @@
+"""`hf-cp plan`: which mesh and modes a sequence length needs, what they hold, send and take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..config import PatchConfig
+from ..report import markdown, new_figure, save
+from .cost import Cluster, StepCost, refusals, state_seconds, step_cost
+from .launch import launch_yaml
+from .memory import GIB, MemoryEstimate, Training, estimate
+from .shape import ModelShape, load_shape
+
+# Slower by so much than the fastest is fast enough, if more ranks share a sequence and each holds less.
+TOLERANCE = 0.03
+# Of a GPU's memory. The rest is for fragments and for what NCCL and CUDA keep.
+USABLE = 0.9
+SCALE_GPUS = (64, 128, 256, 512, 1024)
+SCALE_TOKENS = (1_000_000, 2_000_000, 4_000_000, 10_000_000)
+WAYS = {"chain": "chain (p2p)", "allgather": "all-gather", "scan": "logarithmic scan (not implemented)"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh and modes with what they come to; ``reasons`` against it, if any."""
+
+    training: Training
+    memory: MemoryEstimate
+    cost: StepCost | None
+    reasons: tuple[str, ...]
+    tokens_per_second: float
+
+
+def number(text: str) -> int:
+    """``262144``, ``256k`` (times 1,024) or ``10M`` (times 1,000,000)."""
+    found = re.fullmatch(r"(\d+)(k|M)?", text)
+    if found is None or int(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0, such as 262144, 256k or 10M")
+    return int(found[1]) * {None: 1, "k": 1024, "M": 1_000_000}[found[2]]
+
+
+def candidates(
+    shape: ModelShape, base: Training, cluster: Cluster, gpu_bytes: float, checkpointing: str
+) -> list[Candidate]:
+    """Every context-parallel size that divides the GPUs, with every pair of modes."""
+    found = []
+    for cp_size in (n for n in range(1, cluster.gpus + 1) if cluster.gpus % n == 0):
+        # On one rank the modes are alike.
+        for linear in PatchConfig.CHOICES["linear_mode"][: None if cp_size > 1 else 1]:
+            for attention in PatchConfig.CHOICES["attention_mode"][: None if cp_size > 1 else 1]:
+                tried = []
+                for full in {"off": [False], "full": [True], "auto": [False, True]}[checkpointing]:
+                    training = replace(
+                        base,
+                        cp_size=cp_size,
+                        shards=cluster.gpus,
+                        linear_mode=linear,
+                        attention_mode=attention,
+                        checkpointing=full,
+                    )
+                    tried.append(_candidate(shape, training, cluster, gpu_bytes))
+                # Recompute only if it is needed.
+                found.append(next((candidate for candidate in tried if not candidate.reasons), tried[-1]))
+    return found
+
+
+def _candidate(shape: ModelShape, training: Training, cluster: Cluster, gpu_bytes: float) -> Candidate:
+    memory = estimate(shape, training)
+    reasons = refusals(shape, training)
+    cost = None if reasons else step_cost(shape, training, cluster)
+    if memory.peak > USABLE * gpu_bytes:
+        reasons.append(f"needs {memory.peak / GIB:.0f} GiB of {USABLE * gpu_bytes / GIB:.0f}")
+    groups = cluster.gpus // training.cp_size
+    rate = 0.0 if cost is None else groups * training.batch * training.seq_len / cost.seconds
+    return Candidate(training, memory, cost, tuple(reasons), rate)
+
+
+def best(found: list[Candidate]) -> Candidate | None:
+    """Of those that fit and train about as many tokens a second as any, the fastest with the largest cp_size."""
+    fitting = [one for one in found if not one.reasons]
+    fastest = max((one.tokens_per_second for one in fitting), default=0.0)
+    fast = [one for one in fitting if one.tokens_per_second >= (1 - TOLERANCE) * fastest]
+    return max(fast, key=lambda one: (one.training.cp_size, one.tokens_per_second), default=None)
+
+
+def row(one: Candidate, cluster: Cluster) -> dict[str, Any]:
+    """A candidate as a line of the table: memory in GiB, messages in GB a rank and step."""
+    memory, cost = one.memory, one.cost
+    shown: dict[str, Any] = {
+        "cp": one.training.cp_size,
+        "dp": cluster.gpus // one.training.cp_size,
+        "linear_mode": one.training.linear_mode if one.training.cp_size > 1 else "any",
+        "attention_mode": one.training.attention_mode if one.training.cp_size > 1 else "any",
+        "checkpointing": "full" if one.training.checkpointing else "off",
+    }
+    for part in ("weights", "gradients", "optimizer", "activations", "loss", "buffers", "peak"):
+        shown[part] = getattr(memory, part) / GIB
+    if cost is not None:
+        shown["sent GB"] = sum(cost.wire_bytes.values()) / 1e9
+        shown["waiting s"] = sum(cost.exposed.values())
+        shown["step s"] = cost.seconds
+        shown["tokens/s"] = round(one.tokens_per_second)
+    shown["verdict"] = "; ".join(one.reasons) or "fits"
+    return shown
+
+
+def state_rows(shape: ModelShape, base: Training, cluster: Cluster) -> list[dict[str, Any]]:
+    """Milliseconds until the last rank has its state, by number of ranks and way."""
+    found = []
+    for ranks in (2**i for i in range(1, 11)):
+        training = replace(base, cp_size=ranks)
+        times = {name: 1e3 * state_seconds(shape, training, cluster, way) for way, name in WAYS.items()}
+        found.append({"cp": ranks} | times)
+    return found
+
+
+def chain_limit(rows: list[dict[str, Any]]) -> str:
+    """From where on another way of passing states is faster than the chain, in a sentence."""
+    said = []
+    for name in (WAYS["allgather"], WAYS["scan"]):
+        ranks = next((r["cp"] for r in rows if r[name] < r[WAYS["chain"]]), None)
+        said.append(f"{name}: " + (f"faster than the chain from {ranks} ranks on" if ranks else "never faster"))
+    return "; ".join(said)
+
+
+def scale_rows(shape: ModelShape, base: Training, per_node: int, gpu_bytes: float) -> list[dict[str, Any]]:
+    """The best mesh and modes for many GPUs and tokens, and the share of the step that waits for states."""
+    found = []
+    for tokens in SCALE_TOKENS:
+        for gpus in SCALE_GPUS:
+            cluster = Cluster(gpus, per_node)
+            every = candidates(shape, replace(base, seq_len=tokens), cluster, gpu_bytes, "auto")
+            one = best(every)
+            line: dict[str, Any] = {"tokens": tokens, "gpus": gpus}
+            if one is None or one.cost is None:
+                least = min((c for c in every if c.cost is not None), key=lambda c: c.memory.peak)
+                found.append(line | {"verdict": f"cp {least.training.cp_size} {least.reasons[0]}"})
+                continue
+            chain = step_cost(shape, replace(one.training, linear_mode="p2p"), cluster)
+            shares = {name: 100 * value / one.cost.seconds for name, value in one.cost.exposed.items()}
+            found.append(
+                line
+                | {key: value for key, value in row(one, cluster).items() if key in _SCALE_COLUMNS}
+                | {
+                    "states %": shares.get("linear layers", 0.0),
+                    "chain %": 100 * chain.exposed.get("linear layers", 0.0) / chain.seconds,
+                    "attention exchange %": shares.get("attention", 0.0),
+                    "FSDP %": shares.get("FSDP", 0.0),
+                }
+            )
+    return found
+
+
+def shared_rows(shape: ModelShape, base: Training, per_node: int) -> list[dict[str, Any]]:
+    """One sequence over all GPUs: the share of the step that waits for states, by the way they travel."""
+    found = []
+    for tokens in SCALE_TOKENS:
+        for gpus in SCALE_GPUS:
+            cluster = Cluster(gpus, per_node)
+            training = replace(
+                base, seq_len=tokens, cp_size=gpus, shards=gpus, attention_mode="allgather", checkpointing=True
+            )
+            line: dict[str, Any] = {"tokens": tokens, "cp": gpus, "tokens a rank": training.tokens}
+            for way in WAYS:
+                cost = step_cost(shape, training, cluster, way)
+                line[f"{way} %"] = 100 * cost.exposed["linear layers"] / cost.seconds
+            found.append(line)
+    return found
+
+
+_SCALE_COLUMNS = ("cp", "dp", "linear_mode", "attention_mode", "checkpointing", "peak", "step s", "tokens/s", "verdict")
+
+
+def _draw_plan(path: Path, shape: ModelShape, found: list[Candidate], cluster: Cluster, title: str) -> None:
+    shown = sorted((one for one in found if one.cost is not None), key=lambda one: -one.tokens_per_second)[:16]
+    figure, axes = new_figure(10, 1.5 + 0.35 * len(shown))
+    names = []
+    left = [0.0] * len(shown)
+    for one in shown:
+        training = one.training
+        modes = f"{training.linear_mode}/{training.attention_mode}" if training.cp_size > 1 else "one rank"
+        fits = "" if not one.reasons else ", does not fit"
+        names.append(f"cp {training.cp_size}, {modes}, ckpt {'full' if training.checkpointing else 'off'}{fits}")
+    parts = [("computing", part) for part in shown[0].cost.compute] if shown and shown[0].cost else []
+    waits = dict.fromkeys(kind for one in shown if one.cost for kind in one.cost.exposed)
+    for group, part in [*parts, *(("waiting", kind) for kind in waits)]:
+        widths = []
+        for one in shown:
+            assert one.cost is not None
+            source = one.cost.compute if group == "computing" else one.cost.exposed
+            widths.append(source.get(part, 0.0))
+        hatch = "//" if group == "waiting" else None
+        axes.barh(range(len(shown)), widths, left=left, label=f"{group}: {part}", hatch=hatch)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(shown)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds a step")
+    axes.set_title(title, fontsize=9)
+    axes.legend(fontsize=7)
+    save(figure, path)
+
+
+def _draw_scale(path: Path, rows: list[dict[str, Any]], states: list[dict[str, Any]], title: str) -> None:
+    figure, axes = new_figure(10, 5)
+    for tokens in SCALE_TOKENS:
+        points = [(r["gpus"], r["tokens/s"] / r["gpus"]) for r in rows if r["tokens"] == tokens and "tokens/s" in r]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=f"{tokens // 10**6}M tokens")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("tokens/s and GPU")
+    axes.set_title(title, fontsize=9)
+    axes.legend(fontsize=7, loc="lower left")
+    inner = axes.inset_axes((0.62, 0.58, 0.36, 0.36))
+    for name in WAYS.values():
+        inner.plot([r["cp"] for r in states], [r[name] for r in states], label=name)
+    inner.set_xscale("log", base=2)
+    inner.set_yscale("log")
+    inner.set_title("a state exchange, ms, by cp_size", fontsize=7)
+    inner.tick_params(labelsize=6)
+    inner.legend(fontsize=5)
+    save(figure, path)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="config.json, a folder with one, or the name of a Qwen3.5: 0.8B")
+    parser.add_argument("--seq-len", type=number, default=262144, help="tokens of a sequence: 262144, 256k, 1M")
+    parser.add_argument("--gpus", type=number, default=8)
+    parser.add_argument("--gpus-per-node", type=number, default=8, help="joined by NVLink")
+    parser.add_argument("--gpu-memory", type=float, default=141, help="GB of one GPU (1e9 bytes)")
+    parser.add_argument(
+        "--batch", type=number, default=1, help="sequences that one context-parallel group takes at once"
+    )
+    parser.add_argument("--layers", type=number, help="the model's first layers alone")
+    parser.add_argument("--checkpointing", choices=("auto", "off", "full"), default="auto")
+    parser.add_argument("--precision", choices=("mixed", "bf16"), default="mixed", help="of weights: fp32 or bf16")
+    parser.add_argument("--scale", action="store_true", help="64 to 1,024 GPUs and 1M to 10M tokens instead")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the launch configuration of the choice")
+    parser.add_argument("--picture", type=Path, metavar="FILE")
+
+
+def run(arguments: argparse.Namespace, argv: list[str]) -> int:
+    """Print the plan. Returns 0 where something fits, else 1.
+
+    Raises:
+        ValueError: a model that cannot be read, or options that do not go together.
+    """
+    shape = load_shape(arguments.model)
+    if arguments.layers:
+        shape = shape.with_layers(arguments.layers)
+    if arguments.scale and arguments.write:
+        raise ValueError("--write with --scale: a launch configuration is for one --gpus and --seq-len")
+    gpu_bytes = arguments.gpu_memory * 1e9
+    base = Training(arguments.seq_len, arguments.batch, precision=arguments.precision)
+    cluster = Cluster(arguments.gpus, arguments.gpus_per_node)
+    if cluster.gpus > cluster.gpus_per_node and cluster.gpus % cluster.gpus_per_node:
+        raise ValueError(f"--gpus {cluster.gpus} is not a multiple of --gpus-per-node {cluster.gpus_per_node}")
+    states = state_rows(shape, base, cluster)
+    title = f"{arguments.model}, {shape.parameters / 1e9:.2f}e9 parameters, {arguments.precision} precision"
+    if arguments.scale:
+        rows = scale_rows(shape, base, arguments.gpus_per_node, gpu_bytes)
+        shared = shared_rows(shape, base, arguments.gpus_per_node)
+        _print({"scale": rows, "one sequence": shared, "state exchange": states}, arguments.json, title, states)
+        if arguments.picture:
+            _draw_scale(arguments.picture, rows, states, title)
+        return 0 if any(r.get("verdict") == "fits" for r in rows) else 1
+    found = candidates(shape, base, cluster, gpu_bytes, arguments.checkpointing)
+    choice = best(found)
+    title += f", {arguments.seq_len:,} tokens, {cluster.gpus} GPUs of {arguments.gpu_memory:g} GB"
+    rows = [row(one, cluster) for one in found]
+    chosen = None if choice is None else row(choice, cluster)
+    content: dict[str, Any] = {"plan": rows, "choice": chosen}
+    if arguments.json and choice is not None and choice.cost is not None:
+        content["choice detail"] = asdict(choice.cost) | {"memory": asdict(choice.memory)}
+    _print(content, arguments.json, title, states)
+    if arguments.picture:
+        _draw_plan(arguments.picture, shape, found, cluster, title)
+    if choice is None:
+        if arguments.write:
+            raise ValueError(f"--write {arguments.write}: nothing fits, so there is nothing to write")
+        return 1
+    if arguments.write:
+        command = "hf-cp plan " + shlex.join(argv)
+        arguments.write.write_text(launch_yaml(shape, choice.training, cluster, command))
+    return 0
+
+
+def _print(content: dict[str, Any], as_json: bool, title: str, states: list[dict[str, Any]]) -> None:
+    if as_json:
+        print(json.dumps(content, indent=1))
+        return
+    print(title)
+    for rows in (content.get("plan"), content.get("scale")):
+        if rows:
+            print(f"\n{markdown(rows)}")
+    if "scale" in content:
+        shared = markdown(content["one sequence"])
+        print(f"\nOne sequence over all GPUs, share of the step that waits for states:\n\n{shared}")
+        print(f"\nOne exchange of states, ms until the last rank has its own:\n\n{markdown(states)}")
+    else:
+        choice = content["choice"]
+        print("\nMemory in GiB a rank; the peak is less than the sum, since not all exists at a time.")
+        if choice is None:
+            print("Nothing fits: more GPUs, a larger --gpu-memory, --checkpointing full or --precision bf16.")
+        else:
+            modes = (
+                ""
+                if choice["cp"] == 1
+                else (
+                    f', hf_cp.patch(model, linear_mode="{choice["linear_mode"]}", '
+                    f'attention_mode="{choice["attention_mode"]}")'
+                )
+            )
+            print(
+                f"Choice: cp_size {choice['cp']}, dp_shard_size {choice['dp']}{modes}, "
+                f"checkpointing {choice['checkpointing']}: {choice['peak']:.0f} GiB, {choice['step s']:.2f} s a step"
+            )
+    print(f"\nStates: {chain_limit(states)}.")
