@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from test_families import small_model as sparse_model
+from test_multimodal import batch_of
+from test_multimodal import small_model as multimodal_model
 from test_parity import assert_small, token_ids, worst
 from torch import Tensor, nn
 from training_runs import Curve, Layout, Run, assert_same_curve, curve_of, environment_of, launched, make_trainer
@@ -90,6 +92,26 @@ def adapter_cases(rank: int, size: int) -> dict[str, float]:
 
 def test_adapters(world: Worlds) -> None:
     assert_small(world(2).run(adapter_cases, timeout=90))
+
+
+def picture_case(rank: int, size: int) -> dict[str, float]:
+    """Adapters of the vision tower and of the text model, with an image across an edge."""
+    batch = batch_of("an image across an edge")
+    settings: dict[str, Any] = {"target_modules": "all-linear"}
+    loss, expected = step(adapted(multimodal_model("Qwen3_5", **TWO_LAYERS), "stock", **settings), **batch)
+    assert all(any(part in name for name in expected) for part in ("visual", "in_proj_qkv", "q_proj"))
+    errors = {}
+    for order in ("before", "after"):
+        model = adapted(multimodal_model("Qwen3_5", **TWO_LAYERS), order, **settings)
+        found_loss, found = step(model, **batch)
+        assert set(found) == set(expected)
+        errors |= {f"{order} loss": abs(found_loss - loss), f"{order} gradients": worst(found, expected)}
+    return errors
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_adapters_with_pictures(world: Worlds, size: int) -> None:
+    assert_small(world(size).run(picture_case, timeout=90))
 
 
 def classifier_case(rank: int, size: int) -> dict[str, float]:

@@ -26,6 +26,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.kto_config import KTOConfig
+from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.sft_config import SFTConfig
@@ -104,6 +106,19 @@ def pairs(count: int) -> Dataset:
     return Dataset.from_list(rows)
 
 
+def judged(count: int) -> Dataset:
+    """Completions that are wanted or not, of which every batch has both."""
+    rows = [
+        {
+            "prompt": words(text(2 * i, 9 + i % 3)),
+            "completion": words(text(2 * i + 1, 23 - 3 * (i % 4))),
+            "label": i % 2 == 0,
+        }
+        for i in range(count)
+    ]
+    return Dataset.from_list(rows)
+
+
 def scored(count: int) -> Dataset:
     rows = [{"chosen": words(text(2 * i, 20 + i % 5)), "rejected": words(text(2 * i + 1, 25))} for i in range(count)]
     return Dataset.from_list(rows)
@@ -167,7 +182,7 @@ def build_trainer(run: Run, folder: str) -> Any:
         options |= {"assistant_only_loss": "assistant" in kind, "loss_type": "dft" if "DFT" in kind else "nll"}
         config: Any = SFTConfig(max_length=64 if "blocked" in kind else None, **options)
         return SFTTrainer(args=config, train_dataset=sft_rows(kind, count), eval_dataset=sft_rows(kind, 3), **common)
-    if kind.startswith("DPO"):
+    if kind.startswith(("DPO", "KTO")):
         if "LoRA" in kind:
             common["peft_config"] = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)
         else:
@@ -178,6 +193,9 @@ def build_trainer(run: Run, folder: str) -> Any:
             if not stock and "stock reference" not in kind:
                 hf_cp.patch(reference, gdn_backend="eager")
             common["ref_model"] = reference
+        if kind.startswith("KTO"):
+            config = KTOConfig(max_length=None, **options)
+            return KTOTrainer(args=config, train_dataset=judged(count), eval_dataset=judged(4), **common)
         config = DPOConfig(max_length=None, **options)
         return DPOTrainer(args=config, train_dataset=pairs(count), eval_dataset=pairs(3), **common)
     config = RewardConfig(max_length=None, **options)
@@ -229,8 +247,8 @@ def assert_same(found: list[Outcome], expected: Outcome, least: set[str]) -> Non
         assert set(outcome.logs) == set(expected.logs)
         for name, values in expected.logs.items():
             pairs = zip(outcome.logs[name], values, strict=True)
-            # Rewards are differences of sums of log-probabilities that are far larger.
-            least_scale = 1.0 if "rewards" in name else 1e-2
+            # Rewards and divergences are differences of sums of log-probabilities that are far larger.
+            least_scale = 1.0 if "rewards" in name or name in ("kl", "eval_kl") else 1e-2
             worst = max(abs(a - b) / max(abs(b), least_scale) for a, b in pairs)
             assert worst <= 2e-5, (name, outcome.logs[name], values)
         for name, weight in expected.weights.items():
@@ -256,6 +274,8 @@ METRICS = {"loss", "grad_norm", "eval_loss"}
         (Run("DPO", FSDP), ("rewards/margins", "logps/chosen")),
         (Run("DPO, stock reference", DDP), ("rewards/margins", "logps/chosen")),
         (Run("DPO, LoRA", FSDP), ("rewards/margins", "logps/chosen")),
+        (Run("KTO", DDP), ("kl", "rewards/margins", "logps/chosen", "num_tokens")),
+        (Run("KTO, LoRA", FSDP), ("kl", "rewards/margins", "logps/chosen")),
         (Run("reward", DDP), ("accuracy", "margin")),
     ],
     ids=str,
@@ -268,7 +288,7 @@ def test_trainer_equals_one_process(world: Worlds, run: Run, least: tuple[str, .
         for outcome in (expected, *found):
             outcome.logs = {name: values for name, values in outcome.logs.items() if not name.startswith("eval_")}
     assert_same(found, expected, METRICS & set(expected.logs) | set(least))
-    bound = {"DPO": run.layout.cp, "DPO, stock reference": None}
+    bound = {"DPO": run.layout.cp, "KTO": run.layout.cp, "DPO, stock reference": None}
     assert all(outcome.notes["reference ranks"] == bound.get(run.kind) for outcome in found)
 
 
