@@ -120,10 +120,13 @@ KINDS = [
 ]
 
 
-def picture_case(rank: int, size: int, name: str, kind: str) -> dict[str, float]:
+def picture_case(
+    rank: int, size: int, name: str, kind: str, device: str = "cpu", backend: str = "eager"
+) -> dict[str, float]:
     """Loss, logits, positions and every gradient, the vision tower's too."""
-    model = small_model(name, **TWO_LAYERS).train()
-    batch = batch_of(kind)
+    head_dims = {"linear_key_head_dim": 64, "linear_value_head_dim": 64} if backend == "triton" else {}
+    model = small_model(name, **TWO_LAYERS, **head_dims).train().to(device)
+    batch = {key: x.to(device) for key, x in batch_of(kind).items()}
     experts = {"output_router_logits": True} if name == "Qwen3_5Moe" else {}
     given = {key: value for key, value in batch.items() if key != "labels"}
     loss, expected = step(model, **batch, **experts)
@@ -161,7 +164,7 @@ def picture_case(rank: int, size: int, name: str, kind: str) -> dict[str, float]
             errors["aux_loss"] = abs(output.aux_loss.item() - stock.aux_loss.item())
         return errors
 
-    return each_pair(model, check, PAIRS)
+    return each_pair(model, check, PAIRS, backend)
 
 
 def picture_cases(rank: int, size: int, name: str, kinds: list[str]) -> dict[str, float]:
@@ -179,6 +182,21 @@ def picture_cases(rank: int, size: int, name: str, kinds: list[str]) -> dict[str
 )
 def test_pictures(world: Worlds, size: int, name: str, kinds: list[str]) -> None:
     assert_small(world(size).run(picture_cases, name, kinds, timeout=120))
+
+
+def picture_cases_on_gpu(rank: int, size: int) -> dict[str, float]:
+    errors = {}
+    for kind in (KINDS[0], KINDS[2]):
+        for backend in ("eager", "triton"):
+            found = picture_case(rank, size, "Qwen3_5", kind, "cuda", backend)
+            errors |= {f"{backend}, {kind}: {key}": value for key, value in found.items()}
+    return errors
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("size", [1, 2])
+def test_pictures_on_one_gpu(world: Worlds, size: int) -> None:
+    assert_small(world(size).run(picture_cases_on_gpu, timeout=200), 2e-5)
 
 
 def packed_case(rank: int, size: int) -> dict[str, float]:

@@ -58,11 +58,14 @@ def step(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), gradients(model)
 
 
-def each_pair(model: Any, check: Callable[[], dict[str, float]], pairs: Any = PAIRS) -> dict[str, float]:
+def each_pair(
+    model: Any, check: Callable[[], dict[str, float]], pairs: Any = PAIRS, backend: Any = "eager"
+) -> dict[str, float]:
     """Run a check under every pair of modes; errors by `linear/attention: quantity`."""
     errors = {}
     for linear, attention in pairs[: None if dist.get_world_size() > 1 else 1]:  # one rank has no modes
-        hf_cp.patch(model, linear_mode=linear, attention_mode=attention, gdn_backend="eager", cp_group=dist.group.WORLD)
+        modes: Any = {"linear_mode": linear, "attention_mode": attention, "gdn_backend": backend}
+        hf_cp.patch(model, **modes, cp_group=dist.group.WORLD)
         errors |= {f"{linear}/{attention}: {key}": value for key, value in check().items()}
         hf_cp.unpatch(model)
     return errors

@@ -155,7 +155,7 @@ class Recorder:
 
     def _hook(self, name: str) -> Any:
         def hook(module: Any, args: Any, output: Tensor) -> None:
-            self.masks.setdefault(name, []).append((output != 0) | (args[0] == 0))
+            self.masks.setdefault(name, []).append(((output != 0) | (args[0] == 0)).cpu())
 
         return hook
 
@@ -171,28 +171,36 @@ class Replayed(nn.Module):
         return x * self.mask / (1 - self.p)
 
 
-def dropout_case(rank: int, size: int) -> dict[str, float]:
+def generator_states(device: str) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
+
+
+def equal(states: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(states, others, strict=True))
+
+
+def dropout_case(rank: int, size: int, device: str = "cpu") -> dict[str, float]:
     """The ranks' masks, put together and given to the stock model, give the same loss and gradients."""
     settings: dict[str, Any] = {"target_modules": ["q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "lm_head"]}
-    inputs = {"input_ids": torch.full((2, LENGTH), 7), "labels": token_ids(2, LENGTH)}
-    model = adapted(base(), "after", dropout=0.4, **settings)
+    inputs = {"input_ids": torch.full((2, LENGTH), 7).to(device), "labels": token_ids(2, LENGTH).to(device)}
+    model = adapted(base().to(device), "after", dropout=0.4, **settings)
     recorder = Recorder(model)
     torch.manual_seed(11)
     loss, gradients = step(model, **inputs)
-    after = torch.get_rng_state()
+    after = generator_states(device)
     masks = recorder.masks
     assert set(masks) == {n for n, m in model.named_modules() if isinstance(m, nn.Dropout)}
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, ({name: drawn[0] for name, drawn in masks.items()}, after))
-    # The common generator goes on alike, and the ranks draw differently for equal tokens.
-    assert all(torch.equal(state, after) for _, state in everyone)
+    # The common generators go on alike, and the ranks draw differently for equal tokens.
+    assert all(equal(states, after) for _, states in everyone)
     for name in masks:
         assert not any(torch.equal(everyone[0][0][name], other[name]) for other, _ in everyone[1:]), name
-    stock = adapted(base(), "stock", dropout=0.4, **settings)
+    stock = adapted(base().to(device), "stock", dropout=0.4, **settings)
     for name in masks:
         whole = torch.cat([drawn[name] for drawn, _ in everyone], dim=1)[:, :LENGTH]
         parent, _, child = name.rpartition(".")
-        setattr(stock.get_submodule(parent), child, Replayed(whole, 0.4))
+        setattr(stock.get_submodule(parent), child, Replayed(whole.to(device), 0.4))
     expected_loss, expected = step(stock, **inputs)
     errors = {"loss": abs(loss - expected_loss), "gradients": worst(gradients, expected)}
 
@@ -213,13 +221,13 @@ def dropout_case(rank: int, size: int) -> dict[str, float]:
         assert all(torch.equal(mask, masks_of(everyone, rank)) for mask in drawn)
 
     # Without dropout nothing is drawn.
-    plain = adapted(base(), "after", **settings)
-    before = torch.get_rng_state()
+    plain = adapted(base().to(device), "after", **settings)
+    before = generator_states(device)
     step(plain, **inputs)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert equal(generator_states(device), before)
     model.eval()
     model(**inputs)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert equal(generator_states(device), before)
     return errors
 
 
@@ -230,6 +238,11 @@ def masks_of(everyone: list[Any], rank: int) -> Tensor:
 @pytest.mark.parametrize("size", [2, 4])
 def test_dropout(world: Worlds, size: int) -> None:
     assert_small(world(size).run(dropout_case))
+
+
+@pytest.mark.gpu(1)
+def test_dropout_on_one_gpu(world: Worlds) -> None:
+    assert_small(world(2).run(dropout_case, "cuda"), 2e-5)
 
 
 # Trainer and files.
@@ -282,25 +295,27 @@ def test_trainer(world: Worlds, layout: Layout, settings: dict[str, Any], tmp_pa
 # Quantised linears, as transformers loads them; nothing may read their weights.
 
 
-def quantised(folder: Path, kind: str, order: str) -> Any:
+def quantised(folder: Path, kind: str, order: str, device: str) -> Any:
     options: dict[str, Any] = (
         {"load_in_8bit": True} if kind == "8 bit" else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     )
     config = transformers.BitsAndBytesConfig(**options)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map=device)
     names = {type(m).__name__ for n, m in model.named_modules() if n.endswith(("_proj", "_qkv", "in_proj_z"))}
     assert names == {"Linear8bitLt" if kind == "8 bit" else "Linear4bit"}
     model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return adapted(model, order, target_modules="all-linear")
 
 
-def quantised_cases(rank: int, size: int, folder: Path) -> dict[str, float]:
-    ids = token_ids(1, LENGTH)
+def quantised_cases(
+    rank: int, size: int, folder: Path, kinds: tuple[str, ...] = ("8 bit", "4 bit"), device: str = "cpu"
+) -> dict[str, float]:
+    ids = token_ids(1, LENGTH).to(device)
     errors = {}
-    for kind in ("8 bit", "4 bit"):
-        loss, expected = step(quantised(folder, kind, "stock"), input_ids=ids, labels=ids)
+    for kind in kinds:
+        loss, expected = step(quantised(folder, kind, "stock", device), input_ids=ids, labels=ids)
         for order in ("before", "after"):
-            found_loss, found = step(quantised(folder, kind, order), input_ids=ids, labels=ids)
+            found_loss, found = step(quantised(folder, kind, order, device), input_ids=ids, labels=ids)
             assert set(found) == set(expected)
             errors[f"{kind} {order} loss"] = abs(found_loss - loss)
             errors[f"{kind} {order} gradients"] = worst(found, expected)
@@ -311,3 +326,11 @@ def test_quantised_linears(world: Worlds, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     base().save_pretrained(tmp_path)
     assert_small(world(2).run(quantised_cases, tmp_path, timeout=120))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("kind", "bound"), [("4 bit", 2e-5), ("8 bit", 2e-2)])  # 8 bits round activations too
+def test_quantised_linears_on_one_gpu(world: Worlds, tmp_path: Path, kind: str, bound: float) -> None:
+    pytest.importorskip("bitsandbytes")
+    base().save_pretrained(tmp_path)
+    assert_small(world(2).run(quantised_cases, tmp_path, (kind,), "cuda", timeout=120), bound)

@@ -28,6 +28,7 @@ def answers(rank: int, size: int) -> int:
 
 def test_messages_of_a_hanging_case() -> None:
     with World(3) as world:
+        assert world.run(answers) == [0, 1, 2]
         begin = time.monotonic()
         with pytest.raises(RankFailure) as raised:
             world.run(hangs, timeout=2.0)
