@@ -14,7 +14,7 @@ class PatchConfig:
         linear_mode: Gated DeltaNet across ranks: ``"p2p"``, ``"allgather"`` or ``"ulysses"``.
         attention_mode: full attention across ranks: ``"ulysses"`` or ``"allgather"``.
         gdn_backend: Gated DeltaNet kernels: ``"triton"`` or ``"eager"`` (pure torch).
-        projection_backend: exchange and projection: ``"torch"``.
+        projection_backend: exchange and projection: ``"torch"``, or ``"fused"`` where a mode is ``"ulysses"``.
 
     Raises:
         ValueError: a value is not one of these. There is no ``"auto"``: what runs is what was chosen.
@@ -29,7 +29,7 @@ class PatchConfig:
         "linear_mode": ("p2p", "allgather", "ulysses"),
         "attention_mode": ("ulysses", "allgather"),
         "gdn_backend": ("triton", "eager"),
-        "projection_backend": ("torch",),
+        "projection_backend": ("torch", "fused"),
     }
 
     def __post_init__(self) -> None:
@@ -38,3 +38,8 @@ class PatchConfig:
             allowed = self.CHOICES[field.name]
             if value not in allowed:
                 raise ValueError(f"{field.name}={value!r} is not supported: choose {' or '.join(map(repr, allowed))}")
+        if self.projection_backend == "fused" and "ulysses" not in (self.linear_mode, self.attention_mode):
+            raise ValueError(
+                f"projection_backend='fused' serves Ulysses exchanges, but linear_mode={self.linear_mode!r} and "
+                f"attention_mode={self.attention_mode!r} have none: choose 'ulysses' for one, or 'torch'"
+            )

@@ -28,6 +28,8 @@ class CpContext:
         position_ids: text positions ``[B, T]`` of the whole sequence, ``None`` where the model derives none.
         segments: which keys the queries of full attention see, as index lists; ``None`` for plain causal attention or
             where the attention function takes a mask.
+        fused: what mixers with fused projections share (`models.common.fused_projections.FusedProjections`), or
+            ``None``.
     """
 
     config: PatchConfig
@@ -37,3 +39,4 @@ class CpContext:
     cu_seqlens: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     segments: tuple[Any, ...] | None = None
+    fused: Any = None

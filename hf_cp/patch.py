@@ -22,6 +22,7 @@ from .models.common import (
     causal_lm,
     classification,
     fused_head,
+    fused_projections,
     gated_delta_net,
     lm_head,
     multimodal,
@@ -32,6 +33,7 @@ from .models.common.family import Family
 from .models.qwen3_5 import FAMILY as QWEN3_5
 from .models.qwen3_5_moe import FAMILY as QWEN3_5_MOE
 from .models.qwen3_next import FAMILY as QWEN3_NEXT
+from .modes import projections
 from .state import PatchState, bind, check_group, patch_state
 
 FAMILIES: tuple[Family, ...] = (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT)
@@ -58,7 +60,8 @@ def patch(
         linear_mode: Gated DeltaNet across ranks: ``"p2p"``, ``"allgather"`` or ``"ulysses"``.
         attention_mode: full attention across ranks: ``"ulysses"`` or ``"allgather"``.
         gdn_backend: Gated DeltaNet kernels: ``"triton"`` (CUDA) or ``"eager"`` (pure torch, any device).
-        projection_backend: exchange and projection: ``"torch"``.
+        projection_backend: exchange and projection: ``"torch"``, or ``"fused"`` (Hopper GPUs): one kernel for both
+            in mixers whose mode is ``"ulysses"``.
         cp_group: ranks that share one sequence, in the order of the shards.
 
     Returns:
@@ -70,6 +73,8 @@ def patch(
     """
     config = PatchConfig(linear_mode, attention_mode, gdn_backend, projection_backend)
     check_served(config.gdn_backend)
+    if config.projection_backend == "fused":
+        projections.check_served()
     mesh = CpMesh.from_group(cp_group)
     targets = list(_targets(model))
     for root, family in targets:
@@ -78,6 +83,7 @@ def patch(
             raise ValueError(f"model is already patched with {existing.config}: call hf_cp.unpatch(model) first")
         _check_layers(root, family)
         _check_kernels(root, config)
+        _check_projections(root, family, config)
         if cp_group is not None:
             check_group(root, config, mesh)
     for root, family in targets:
@@ -184,6 +190,15 @@ def _check_kernels(root: Any, config: PatchConfig) -> None:
         )
 
 
+def _check_projections(root: nn.Module, family: Family, config: PatchConfig) -> None:
+    """Raise where a projection is not one that the fused kernels read."""
+    for module in root.modules():
+        if stock_class(module) is family.attention and fused_projections.serves(config, "full_attention"):
+            fused_projections.check(module, fused_projections.ATTENTION)
+        elif stock_class(module) is family.gated_delta_net and fused_projections.serves(config, "linear_attention"):
+            fused_projections.check(module, (*family.project_to_heads.names, "out_proj"))
+
+
 def _patch_root(root: nn.Module, family: Family, config: PatchConfig) -> None:
     text_config: Any = root.config.get_text_config()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     state = patch_state(root) or PatchState(config, CpMesh.single(), max(1, text_config.linear_conv_kernel_dim - 1))
@@ -206,7 +221,7 @@ def _patch_root(root: nn.Module, family: Family, config: PatchConfig) -> None:
         elif stock in family.vision_towers:
             swap_in(module, multimodal.vision_forward, shared)
         elif stock is family.attention:
-            swap_in(module, None, shared | {"config": attention.CONFIG_PROPERTY})
+            swap_in(module, fused_projections.attention_forward, shared | {"config": attention.CONFIG_PROPERTY})
         elif stock is family.gated_delta_net:
             swap_in(module, gated_delta_net.forward, shared | {"hf_cp_gdn_backend": config.gdn_backend})
             projection: Any = module.out_proj

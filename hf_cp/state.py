@@ -54,6 +54,30 @@ def check_group(model: Any, config: PatchConfig, mesh: CpMesh) -> None:
             f"group of {mesh.cp_size} too: give cp_group or prepare with Accelerate, not both"
         )
     _check_heads(model.config.get_text_config(), config, mesh.cp_size)
+    if config.projection_backend == "fused":
+        _check_fused(model.config.get_text_config(), config, mesh.cp_size)
+
+
+def _check_fused(text_config: Any, config: PatchConfig, cp_size: int) -> None:
+    """Raise where sizes are not served by the fused projections' kernels."""
+    if cp_size > 8:
+        raise ValueError(f"projection_backend='fused' serves up to 8 ranks of one host, not {cp_size}: use 'torch'")
+    widths = {"hidden_size": text_config.hidden_size}
+    layers = text_config.layer_types[: text_config.num_hidden_layers]
+    if config.attention_mode == "ulysses" and "full_attention" in layers:
+        widths["head_dim"] = text_config.head_dim
+        heads = text_config.num_key_value_heads
+        if heads % cp_size and cp_size % heads:
+            raise ValueError(
+                f"projection_backend='fused' needs {heads} key-value heads that divide cp_size {cp_size}, or are "
+                "divided by it: use 'torch'"
+            )
+    if config.linear_mode == "ulysses" and "linear_attention" in layers:
+        widths["linear_key_head_dim"] = text_config.linear_key_head_dim
+        widths["linear_value_head_dim"] = text_config.linear_value_head_dim
+    for name, width in widths.items():
+        if width % 8:
+            raise ValueError(f"projection_backend='fused' needs {name} {width} divisible by 8: use 'torch'")
 
 
 def _ranks(mesh: CpMesh) -> list[int] | None:

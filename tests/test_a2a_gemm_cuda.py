@@ -237,10 +237,14 @@ def test_gradients(ranks: Ranks) -> None:
         return a2a_gemm(q * (k + v), copies[r][3], backend=backend)
 
     for stream in ranks.streams:
-        # Autograd's thread opens cuBLAS for a stream at its first product, and waits for the device meanwhile: it would
-        # never come to the rank that the others wait for.
+        # Opening cuBLAS for a stream in autograd's thread, its first product of a kind, and taking memory from the
+        # device wait for the device: the thread would never come to the rank that the others wait for.
         with torch.cuda.stream(stream):
-            (draw(8, 8).requires_grad_() @ draw(8, 8).requires_grad_()).sum().backward()
+            for w in (*weights, out):
+                w = w.clone().requires_grad_()
+                torch.nn.functional.linear(draw(B * Sl, w.shape[1]), w).sum().backward()
+            held = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in [1 << 19] * 64 + [1 << 26]]
+            del held
     y = ranks.run(forward)
     grads = ranks.run(lambda r, b: torch.autograd.grad(y[r], [inputs[r], *copies[r]], dy[r]))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
@@ -296,7 +300,8 @@ def poisoned_epochs(
 
 @pytest.mark.parametrize("test_mode", [0, 2])
 @pytest.mark.parametrize(
-    ("variant", "width", "own"), [("bf16", 520, False), ("bf16", 512, True), ("bf16_wide", 512, True)]
+    ("variant", "width", "own"),
+    [("bf16", 520, False), ("bf16", 512, True), ("bf16_wide", 512, True), ("bf16_narrow", 512, True)],
 )
 def test_poisoned_memory_is_never_read(test_mode: int, variant: str, width: int, own: bool) -> None:
     assert poisoned_epochs(100, test_mode, variant=variant, width=width, own=own) == []
@@ -359,15 +364,25 @@ def test_a_rank_that_never_arrives_is_reported() -> None:
         workspace.check()
 
 
-def test_two_processes_share_memory_through_ipc() -> None:
-    """On one GPU, which runs the two in turns; on two it crosses the link between them."""
+@pytest.mark.parametrize("script", ["a2a_gemm_ranks.py", "fused_model_ranks.py"])
+def test_two_processes_share_memory_through_ipc(script: str) -> None:
+    """Operators, and a whole model. One GPU runs the two processes in turns; on two this crosses the link."""
+    run_ranks(script, "ipc")
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("script", ["a2a_gemm_ranks.py", "fused_model_ranks.py"])
+def test_two_gpus_share_symmetric_memory(script: str) -> None:
+    run_ranks(script, "symmetric")
+
+
+def run_ranks(script: str, how: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    script = Path(__file__).with_name("a2a_gemm_ranks.py")
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, "ipc"],
+            [sys.executable, Path(__file__).with_name(script), how],
             env={**os.environ, "RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )

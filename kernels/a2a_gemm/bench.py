@@ -47,9 +47,9 @@ def _tunings(copy_ctas: list[int], tails: list[int], windows: list[int]) -> tupl
 
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-_WIDE = ("bf16", "bf16_wide")
+_WIDE = ("bf16", "bf16_wide", "bf16_narrow")
 _FP8_WIDE = ("fp8", "fp8_wide")
-_COPIES = _tunings([4, 8, 12, 16], [-1], [4, 8])
+_COPIES = _tunings([4, 8, 12, 16], [-1], [4])
 _NO_COPIES = _tunings([0], [0], [4, 8])
 ROWS = {
     "medium": Row("a2a_gemm", BF16, 2048, 5120, 4096, 1, 8, _WIDE, _COPIES),

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -49,6 +49,7 @@ VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
     for name, fp8, rows, n, cluster, stages in [
         ("bf16", 0, 0, 256, 2, 4),
         ("bf16_wide", 0, 0, 320, 2, 3),
+        ("bf16_narrow", 0, 0, 160, 2, 5),
         ("bf16_rows_k", 0, 1, 256, 2, 4),
         ("bf16_batched", 0, 1, 128, 1, 6),
         ("fp8", 1, 0, 256, 2, 4),
@@ -188,6 +189,13 @@ def check_device(capability: tuple[int, int], name: str) -> None:
             f"device {name} has compute capability {version}, the fused kernels need 9.0 (H100, H200): "
             f'use projection_backend="torch"'
         )
+
+
+def check_available(variants: Sequence[str]) -> None:
+    """Raise BuildError unless these variants are built, or can be."""
+    if not all(library_path(variant).exists() for variant in variants):
+        find_nvcc()
+        find_cutlass()
 
 
 @functools.cache

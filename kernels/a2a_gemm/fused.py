@@ -16,6 +16,9 @@ from .workspace import Workspace
 
 Scales = tuple[Tensor, Sequence[Tensor]]
 
+# Libraries that the projections of a model use.
+VARIANTS = ("ranks", "bf16", "bf16_wide", "bf16_narrow", "bf16_rows_k")
+
 
 class FusedBackend:
     """BF16 and FP8 operators on a workspace's group; see `TorchBackend` for what they compute.
@@ -44,8 +47,11 @@ class FusedBackend:
     def pull_buffer(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Where the next `a2a_gemm` of one tensor takes it from: one that is written here need not be copied.
 
-        Valid until that call; no other operator may be called on the workspace in between.
+        Valid until that call; no other operator may be called on the workspace in between, and neither may be captured
+        in a CUDA graph.
         """
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("pull_buffer cannot be captured in a CUDA graph: pass a2a_gemm an operand of your own")
         local, _ = self.workspace.peek_half(math.prod(shape) * dtype.itemsize)
         return local.view(dtype).view(shape)
 
@@ -298,7 +304,7 @@ def _identity(x: Tensor) -> tuple[Hashable, ...]:
 def _operand(matrix: Tensor) -> tuple[tuple[str, ...], Matrix]:
     """The variants that read a matrix `[K, N]` as it lies, and how they are told where."""
     if matrix.stride(0) == 1:
-        names = ("bf16", "bf16_wide") if matrix.dtype == torch.bfloat16 else ("fp8", "fp8_wide")
+        names = ("bf16", "bf16_wide", "bf16_narrow") if matrix.dtype == torch.bfloat16 else ("fp8", "fp8_wide")
         return names, Matrix.of(matrix.t(), "weight")
     if matrix.dtype != torch.bfloat16:
         raise ValueError(

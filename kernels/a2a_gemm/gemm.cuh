@@ -19,7 +19,7 @@ namespace hf_cp {
 // The tensor instruction of a tile `kTileN` columns wide.
 template <class Element, int kTileN, int kTileK, cute::GMMA::Major kMajorB>
 constexpr auto choose_atom() {
-  if constexpr (kTileN == 320) {
+  if constexpr (kTileN % 160 == 0) {
     static_assert(kMajorB == cute::GMMA::Major::K);
     if constexpr (sizeof(Element) == 1) {
       return Wgmma160E4m3{};
@@ -42,8 +42,8 @@ struct Variant {
   static constexpr bool kRowsAreK = kMajorB == cute::GMMA::Major::MN;
   static constexpr int kCluster = kCluster_, kStages = kStages_;
 
-  // Columns of the product that are stored at a time: 128 bytes, a row of the copy engine's swizzle.
-  static constexpr int kBoxColumns = 64, kBoxBytes = 64 * 128, kStoreBoxes = 2;
+  // Columns of the product that are stored at a time, as wide as the copy engine's swizzle: 128 or 64 bytes.
+  static constexpr int kBoxColumns = kTileN % 64 == 0 ? 64 : 32, kBoxBytes = 64 * kBoxColumns * 2, kStoreBoxes = 2;
   static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128;
   static constexpr int kThreads = 384, kWarpgroup = 128;
   static constexpr int kRingBytes = kStages * (kBytesA + kBytesB);
@@ -207,20 +207,28 @@ __device__ __forceinline__ void load_tiles(
   }
 }
 
+// Where 16 bytes of a box's row lie: the copy engine's swizzle of 128 or 64 bytes.
+template <int kColumns>
+__device__ __forceinline__ uint32_t box_offset(uint32_t row, uint32_t chunk) {
+  uint32_t const swizzled = kColumns == 64 ? chunk ^ (row % 8) : chunk ^ (row / 2 % 4);
+  return row * kColumns * 2 + (swizzled << 4);
+}
+
 // Writes what of a box lies in segments that begin inside it: the copy engine's stores cannot start at negative
 // coordinates. All threads of the warpgroup, 16 bytes each.
+template <int kColumns>
 __device__ __forceinline__ void store_across_edges(
     KernelParams const& p, int section, char const* box, int row, int column, int batch, int thread) {
   for (int s = p.section_segment_begin[section]; s < p.section_segment_begin[section + 1]; ++s) {
     Range const range = p.segment_range[s];
     int const x = column - range.column, y = row - range.row;
-    if ((x >= 0 && y >= 0) || x >= range.columns || x <= -64 || y >= range.rows || y <= -64) continue;
+    if ((x >= 0 && y >= 0) || x >= range.columns || x <= -kColumns || y >= range.rows || y <= -64) continue;
     Target const target = p.target[s];
-    for (int i = thread; i < 64 * 8; i += 128) {
-      int const box_row = i / 8, chunk = i % 8;
+    for (int i = thread; i < 64 * kColumns / 8; i += 128) {
+      int const box_row = i / (kColumns / 8), chunk = i % (kColumns / 8);
       int const to_row = y + box_row, to_column = x + chunk * 8;
       if (to_row < 0 || to_row >= range.rows || to_column < 0 || to_column >= range.columns) continue;
-      uint4 const value = *reinterpret_cast<uint4 const*>(box + box_row * 128 + ((chunk ^ (box_row % 8)) << 4));
+      uint4 const value = *reinterpret_cast<uint4 const*>(box + box_offset<kColumns>(box_row, chunk));
       *reinterpret_cast<uint4*>(target.address + batch * target.batch_stride + to_row * target.row_stride +
                                 to_column * 2) = value;
     }
@@ -311,9 +319,9 @@ __device__ __forceinline__ void multiply_tiles(
       if (thread == 0) bulk_wait_read<V::kStoreBoxes - 1>();
       named_barrier(1 + warpgroup, V::kWarpgroup);
       CUTE_UNROLL
-      for (int j = 0; j < 4; ++j) {
-        int const at = (box * 8 + j * 2) * 4;
-        uint32_t const address = buffer + box_row * 128 + (((j * 2 + box_chunk) ^ (box_row % 8)) << 4);
+      for (int j = 0; j < V::kBoxColumns / 16; ++j) {
+        int const at = (box * V::kBoxColumns / 8 + j * 2) * 4;
+        uint32_t const address = buffer + box_offset<V::kBoxColumns>(box_row, j * 2 + box_chunk);
         store_matrices(
             address, pack(sums(at) * scale, sums(at + 1) * scale), pack(sums(at + 2) * scale, sums(at + 3) * scale),
             pack(sums(at + 4) * scale, sums(at + 5) * scale), pack(sums(at + 6) * scale, sums(at + 7) * scale));
@@ -332,7 +340,9 @@ __device__ __forceinline__ void multiply_tiles(
         }
         bulk_commit();
       }
-      if (p.section_has_edges[section]) store_across_edges(p, section, box_memory, row, column, tile.batch, thread);
+      if (p.section_has_edges[section]) {
+        store_across_edges<V::kBoxColumns>(p, section, box_memory, row, column, tile.batch, thread);
+      }
     }
   }
   // The products must have been written, here and at other ranks, before the grid may count as done.

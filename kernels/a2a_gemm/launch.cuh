@@ -97,25 +97,25 @@ struct Plan {
     if (segment != spec.segment_count) return message(1, "segments must be sorted by section");
     for (int i = 0; i < spec.segment_count; ++i) {
       SegmentSpec const& s = spec.segments[i];
-      if (encode(p.segments + i, s.target, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 1, V::kBoxColumns, 64, kSwizzled, "segment",
-                 i, message)) {
+      if (encode(p.segments + i, s.target, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 1, V::kBoxColumns, 64,
+                 V::kBoxColumns == 64 ? kSwizzled : CU_TENSOR_MAP_SWIZZLE_64B, "segment", i, message)) {
         return 1;
       }
       p.segment_range[i] = {s.column, s.row, s.target.columns, s.target.rows};
       p.target[i] = {reinterpret_cast<char*>(s.target.address), s.target.row_stride, s.target.batch_stride};
-      // Boxes of the product start at multiples of 64 rows, and of 64 columns of their section.
-      if (s.row % 64 != 0 || (s.column - p.section_column[s.section]) % 64 != 0) p.section_has_edges[s.section] = 1;
+      // Boxes of the product start at multiples of 64 rows, and of a box's columns in their section.
+      if (s.row % 64 != 0 || (s.column - p.section_column[s.section]) % V::kBoxColumns != 0) p.section_has_edges[s.section] = 1;
     }
-    constexpr int kUnit = 2 / V::kElementBytes;
+    constexpr int kUnit = kUnitBytes / V::kElementBytes;
     for (int i = 0; i < spec.block_count; ++i) {
       BlockSpec const& b = spec.blocks[i];
       MatrixSpec local = b.source;
       local.address = spec.a.address + b.row * spec.a.row_stride + static_cast<int64_t>(b.column) * V::kElementBytes;
       local.row_stride = spec.a.row_stride;
       local.batch_stride = spec.a.batch_stride;
-      if (encode(p.sources + i, b.source, CU_TENSOR_MAP_DATA_TYPE_UINT16, kUnit, kChunkColumns, kChunkRows, kPlain,
+      if (encode(p.sources + i, b.source, CU_TENSOR_MAP_DATA_TYPE_UINT32, kUnit, kChunkColumns, kChunkRows, kPlain,
                  "block", i, message) ||
-          encode(p.gathered + i, local, CU_TENSOR_MAP_DATA_TYPE_UINT16, kUnit, kChunkColumns, kChunkRows, kPlain,
+          encode(p.gathered + i, local, CU_TENSOR_MAP_DATA_TYPE_UINT32, kUnit, kChunkColumns, kChunkRows, kPlain,
                  "gathered block", i, message)) {
         return 1;
       }

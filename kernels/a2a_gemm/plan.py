@@ -19,10 +19,12 @@ from . import build
 
 MAX_RANKS, MAX_SECTIONS, MAX_GROUPS = 8, 3, 31
 MAX_SEGMENTS = MAX_BLOCKS = 3 * MAX_RANKS
-CHUNK_BYTES = 512  # of a row, that the copies move at a time
-# What one CTA of an H200 does: bytes copied, and operations of a product by the bytes of an element.
-COPY_BYTES_PER_NS = 25.0
-FLOPS_PER_NS = {1: 11000.0, 2: 6000.0}
+CHUNK_BYTES = 1024  # of a row, that the copies move at a time
+# What one CTA of an H200 does: bytes copied beside a product, operations of a product by the bytes of an element, and
+# what a tile costs beyond them.
+COPY_BYTES_PER_NS = 27.0
+FLOPS_PER_NS = {1: 10100.0, 2: 5600.0}
+TILE_NS = 1000.0
 
 _u64, _i64, _i32 = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32
 
@@ -227,10 +229,10 @@ def group_bounds(cuts: Sequence[int], element_bytes: int) -> list[int]:
         size += unit
 
 
-def split_work(pairs: int, clusters: int, copy_clusters: int, copy_rounds: float) -> tuple[int, int]:
+def split_work(pairs: int, clusters: int, copy_clusters: int, copy_rounds: float) -> tuple[float, int]:
     """How long a launch takes, in tiles one after another, and the tiles that the copying clusters take, in pairs.
 
-    Copying clusters multiply when their copies are done, as many rounds as are then left.
+    Copying clusters multiply when their copies are done.
 
     Args:
         pairs: of the whole product.
@@ -238,12 +240,14 @@ def split_work(pairs: int, clusters: int, copy_clusters: int, copy_rounds: float
         copy_rounds: time of the copies, in units of the time of a tile.
     """
     others = clusters - copy_clusters
-    rounds = 1
-    while True:
-        late = max(0, int(rounds - copy_rounds))
-        if rounds * others + late * copy_clusters >= pairs:
-            return rounds, max(0, pairs - rounds * others)
-        rounds += 1
+    most = ceil_div(pairs, others)
+    # The launch ends with a tile of either kind of cluster.
+    ends = sorted({*map(float, range(1, most + 1)), *(copy_rounds + late for late in range(1, most + 1))})
+    for end in ends:
+        late = max(0, int(end - copy_rounds + 1e-9))
+        if others * int(end) + copy_clusters * late >= pairs:
+            return end, max(0, pairs - others * int(end))
+    raise AssertionError("the other clusters alone end in time")
 
 
 @dataclass(frozen=True)
@@ -264,27 +268,30 @@ def schedule(
         rows, columns, batches, k: of the product, `columns` of each section.
         ctas: of the grid.
         copied: whether the first operand is gathered.
-        copy_ctas: that many; 0 chooses up to 12, the most of those that end first.
+        copy_ctas: that many; 0 chooses up to 16: of those that end first, the fewest that copy in a quarter of it,
+            for else many products wait.
     """
     clusters = ctas // shape.cluster
     pairs = ceil_div(ceil_div(rows, shape.tile_m), shape.cluster) * batches * sum(
         ceil_div(n, shape.tile_n) for n in columns
     )  # fmt: skip
-    tile = 2 * shape.tile_m * shape.tile_n * k / FLOPS_PER_NS[shape.element_bytes]
+    tile = TILE_NS + 2 * shape.tile_m * shape.tile_n * k / FLOPS_PER_NS[shape.element_bytes]
     if not copied:
         return Schedule(ceil_div(pairs, clusters) * tile, 0, 0)
     one_copies = batches * rows * k * shape.element_bytes / COPY_BYTES_PER_NS
-    most = max(1, min(12 // shape.cluster, clusters - 1))
+    most = max(1, min(16 // shape.cluster, clusters - 1))
     choices = [copy_ctas // shape.cluster] if copy_ctas else range(1, most + 1)
-    best = Schedule(float("inf"), 0, 0)
+    best, best_rank = Schedule(float("inf"), 0, 0), (float("inf"), True)
     for copy_clusters in choices:
         count = copy_clusters * shape.cluster
         copies = one_copies / count
         rounds, tail = split_work(pairs, clusters, copy_clusters, copies / tile)
         # The last rows that arrive have a tile to go.
         ns = max(rounds * tile, copies + tile)
-        if ns <= best.ns:
-            best = Schedule(ns, count, tail)
+        # Until copies are quick enough, more CTAs are better.
+        rank = (ns, copies > ns / 4)
+        if rank < best_rank or (rank == best_rank and rank[1]):
+            best, best_rank = Schedule(ns, count, tail), rank
     return best
 
 

@@ -5,7 +5,8 @@ other ranks' operands are pulled, after it where products were pushed. Buffers a
 why one meeting is enough: what was read or written of a half in epoch e happened before the meeting of e + 1, and the
 half is touched again in e + 2.
 
-No flag is ever reset. An epoch lives in device memory and counts up, so that a replayed CUDA graph counts as well.
+No flag is ever reset. An epoch lives in device memory and counts up, so that a replayed CUDA graph counts as well. A
+captured call always finds the same half, so it begins with a meeting of its own.
 """
 
 from __future__ import annotations
@@ -200,6 +201,9 @@ class Workspace:
 
     def next_half(self, nbytes: int) -> tuple[Tensor, list[int]]:
         """As `peek_half`, for the call that uses it."""
+        if torch.cuda.is_current_stream_capturing():
+            # Replays do not turn to the other half, so everyone has to be done with this one first.
+            self.meet()
         half = self.peek_half(nbytes)
         self._half ^= 1
         return half

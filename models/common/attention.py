@@ -81,28 +81,64 @@ def attention_function(
     Returns:
         ``[B, L, HQ, D]`` and ``None`` (the stock weights where nothing is sharded).
     """
-    name = module.__dict__["config"]._attn_implementation
-    stock: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, type(module).hf_cp_family.eager_attention)
-    view = _ModuleView(module, module.num_key_value_groups)
+    name, stock = _stock(module)
     if cp_context is None:
-        return stock(view, query, key, value, attention_mask, **kwargs)
-    kwargs["position_ids"] = cp_context.position_ids
-
-    def attend(view: Any, mask: torch.Tensor | None) -> torch.Tensor:
-        if cp_context.segments is None:
-            return stock(view, query, key, value, mask, **kwargs)[0]
-        scale, dropout = kwargs["scaling"], kwargs.get("dropout", 0.0)
-        return segments.attend(query, key, value, cp_context.segments, scale=scale, dropout=dropout)
-
+        return stock(_ModuleView(module, module.num_key_value_groups), query, key, value, attention_mask, **kwargs)
     with region("self_attn", module.layer_idx):
         if cp_context.mesh.cp_size == 1:
-            return attend(view, attention_mask), None
+            return _attend(module, query, key, value, attention_mask, cp_context, **kwargs), None
         if cp_context.config.attention_mode == "ulysses":
             query, key, value = modes.sequence_to_heads(query, key, value, cp_context)
-            output = attend(_ModuleView(module, query.shape[1] // key.shape[1]), attention_mask)
+            output = _attend(module, query, key, value, attention_mask, cp_context, **kwargs)
             return modes.heads_to_sequence(output, cp_context), None
         key, value, mask = modes.gather_keys(key, value, attention_mask, name, cp_context)
-        return attend(view, mask), None
+        return _attend(module, query, key, value, mask, cp_context, **kwargs), None
+
+
+@outside_graphs
+def attend_to_all(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cp_context: CpContext,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The model's own attention function where this rank has all tokens of some heads: no exchange.
+
+    Args:
+        query, key, value: ``[B, heads, T, D]``, query heads a multiple of the others.
+        attention_mask: of the whole sequence, as the model's attention function wants it.
+
+    Returns:
+        ``[B, T, heads, D]``.
+    """
+    with region("self_attn", module.layer_idx):
+        return _attend(module, query, key, value, attention_mask, cp_context, **kwargs)
+
+
+def _stock(module: Any) -> tuple[str, Callable[..., Any]]:
+    """The attention function that the model's config names, with its name."""
+    name = module.__dict__["config"]._attn_implementation
+    return name, ALL_ATTENTION_FUNCTIONS.get_interface(name, type(module).hf_cp_family.eager_attention)
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    cp: CpContext,
+    **kwargs: Any,
+) -> torch.Tensor:
+    if cp.segments is not None:
+        scale, dropout = kwargs["scaling"], kwargs.get("dropout", 0.0)
+        return segments.attend(query, key, value, cp.segments, scale=scale, dropout=dropout)
+    kwargs["position_ids"] = cp.position_ids
+    view = _ModuleView(module, query.shape[1] // key.shape[1])
+    return _stock(module)[1](view, query, key, value, mask, **kwargs)[0]
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_function)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_cp.kernels.a2a_gemm import Backend
+
 
 class Projections(NamedTuple):
     """Input projections of one Gated DeltaNet layer, on this rank's tokens.
@@ -24,6 +26,22 @@ class Projections(NamedTuple):
     b: torch.Tensor
     a: torch.Tensor
     project_z: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class HeadProjections:
+    """Input projections of a Gated DeltaNet layer whose results are exchanged by the operator that computes them.
+
+    Args:
+        names: the linear layers whose weights ``wide`` reads.
+        wide: ``(module, hidden_states, operands, backend)`` to q, k, v and z of all tokens, ``[B, W * L, width / W]``:
+            this rank's heads. ``operands(x, *weights)`` casts as a linear layer would.
+        narrow: ``(module, hidden_states)`` to b and a of this rank's tokens, ``[B, L, HV]``.
+    """
+
+    names: tuple[str, ...]
+    wide: Callable[[Any, torch.Tensor, Callable[..., list[torch.Tensor]], Backend], tuple[torch.Tensor, ...]]
+    narrow: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -43,6 +61,8 @@ class Family:
         gated_delta_net: linear-attention class.
         eager_attention: the family's own attention function, used for ``attn_implementation="eager"``.
         project: input projections of a Gated DeltaNet layer.
+        rotary: applies a rotary embedding to q and k.
+        project_to_heads: of a Gated DeltaNet layer, with the exchange: see `HeadProjections`.
         output: what a head returns; with ``aux_loss`` and ``router_logits`` where the family has experts.
         multimodal_output: what a multimodal head returns.
     """
@@ -54,6 +74,8 @@ class Family:
     gated_delta_net: type[nn.Module]
     eager_attention: Callable[..., Any]
     project: Callable[[Any, torch.Tensor], Projections]
+    rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    project_to_heads: HeadProjections
     output: type[Any] = CausalLMOutputWithPast
     multimodal_lms: tuple[type[nn.Module], ...] = ()
     multimodal_backbones: tuple[type[nn.Module], ...] = ()

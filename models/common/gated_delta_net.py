@@ -14,6 +14,7 @@ from hf_cp.modes.conv_halo import causal_conv
 from hf_cp.modes.state_passing import SpanInputs, whole_rule
 from hf_cp.regions import region
 
+from . import fused_projections
 from .out_proj import LateGradient
 
 _MODES = {"p2p": p2p.start, "allgather": allgather.start, "ulysses": ulysses.start}
@@ -49,6 +50,8 @@ def forward(
     with region("linear_attn", module.layer_idx):
         if cp_context.mesh.cp_size == 1:
             return _on_one_rank(module, hidden_states, cp_context)
+        if cp_context.fused is not None and cp_context.config.linear_mode == "ulysses":
+            return fused_projections.gated_delta_net(module, hidden_states, cp_context)
         return _across_ranks(module, hidden_states, cp_context)
 
 

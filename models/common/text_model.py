@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from hf_cp.entry import agree
 from hf_cp.layout import ShardLayout, cu_seqlens_from_position_ids
 from hf_cp.modes.segments import groups, packed_segments, padded_segments, queries_between
 
+from . import fused_projections
 from .attention import ALLGATHER_IMPLEMENTATIONS
 from .randomness import own_randomness
 from .signature import CallArguments
@@ -249,6 +251,8 @@ def run_local(module: Any, stock_forward: Any, arguments: CallArguments, cp: CpC
         position_ids = cp.position_ids
     if position_ids is None:
         position_ids = torch.arange(layout.seq_len, device=inputs.device).expand(inputs.shape[0], -1)
+    if cp.mesh.cp_size > 1 and cp.config.projection_backend == "fused":
+        cp = dataclasses.replace(cp, fused=fused_projections.prepare(module, cp, inputs.shape[0], position_ids))
     name, pad = "input_ids", module.config.pad_token_id or 0
     if inputs.is_floating_point():
         name, pad = "inputs_embeds", 0.0

@@ -6,7 +6,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as stock
 
 from ..common.family import Family
-from ..qwen3_5 import project
+from ..qwen3_5 import TO_HEADS, project
 
 FAMILY = Family(
     name="Qwen3.5-MoE",
@@ -16,6 +16,8 @@ FAMILY = Family(
     gated_delta_net=stock.Qwen3_5MoeGatedDeltaNet,
     eager_attention=stock.eager_attention_forward,
     project=project,
+    rotary=stock.apply_rotary_pos_emb,
+    project_to_heads=TO_HEADS,
     output=MoeCausalLMOutputWithPast,
     multimodal_lms=(stock.Qwen3_5MoeForConditionalGeneration,),
     multimodal_backbones=(stock.Qwen3_5MoeModel,),
