@@ -128,7 +128,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
     rank, W = dist.get_rank(), dist.get_world_size()
     transport = cuda_ipc if options.ipc else symmetric_memory
     workspace = Workspace(dist.group.WORLD, device, 256 << 20, transport=transport)

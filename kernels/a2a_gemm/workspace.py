@@ -11,8 +11,10 @@ captured call always finds the same half, so it begins with a meeting of its own
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -51,14 +53,28 @@ Transport = Callable[[int, torch.device, "dist.ProcessGroup | None"], PeerMemory
 
 
 def symmetric_memory(nbytes: int, device: torch.device, group: dist.ProcessGroup | None) -> PeerMemory:
-    """Through torch symmetric memory. Collective. Multicast stays off: nothing here uses it."""
+    """Through torch symmetric memory. Collective. Without multicast: nothing here uses it."""
     if group is None or dist.get_world_size(group) == 1:
         return alone(nbytes, device, group)
     import torch.distributed._symmetric_memory as symm_mem
 
     local = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
-    handle = symm_mem.rendezvous(local, group)
+    with _environment("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"):
+        handle = symm_mem.rendezvous(local, group)
     return PeerMemory(local, handle.buffer_ptrs, handle)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def cuda_ipc(nbytes: int, device: torch.device, group: dist.ProcessGroup | None) -> PeerMemory:
