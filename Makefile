@@ -1,14 +1,16 @@
 # make env    a pinned environment in .venv (a no-op when up to date)
-# make test   every test; tests that need a GPU are skipped, and say so
+# make test   every test, two files at a time; tests that need a GPU are skipped, and say so
 # make check  ruff, pyright, whitespace
 # make demo   train a small Qwen3.5 on one process and on two with context parallelism, and compare
 # make clean  remove what the above leave behind, but for .venv
 #
+# WORKERS       test files that run at a time: ranks wait for one another, and two files fill two cores
 # PYTHON        the interpreter that .venv is made from
 # TORCH_PIP     extra pip arguments for torch alone, for example an index that holds builds without CUDA
 
 PYTHON ?= python3.11
 TORCH_PIP ?=
+WORKERS ?= 2
 OLDEST_TRANSFORMERS := 5.17.0
 
 VENV := .venv
@@ -23,7 +25,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DELETE_ON_ERROR:
-.PHONY: help env test test-oldest test-wheel check demo clean
+.PHONY: help env test test-oldest check demo clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -47,16 +49,13 @@ $(VENV)/.installed: $(VENV)/.dependencies pyproject.toml
 	@touch $@
 
 test: env
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 	@$(MAKE) --no-print-directory test-oldest
 
 test-oldest: env
 ifneq ($(RANGE_TESTS),)
 	EXPECT_TRANSFORMERS=$(OLDEST_TRANSFORMERS) PYTHONPATH=$(abspath $(OVERLAY)) $(BIN)/python -m pytest $(RANGE_TESTS)
 endif
-
-test-wheel: env
-	$(BIN)/python -m pytest tests/test_wheel.py
 
 check: env
 	$(BIN)/ruff check .
