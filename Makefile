@@ -49,7 +49,7 @@ $(VENV)/.installed: $(VENV)/.dependencies pyproject.toml
 	@touch $@
 
 test: env
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 	@$(MAKE) --no-print-directory test-oldest
 
 test-oldest: env
