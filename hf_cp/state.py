@@ -20,11 +20,13 @@ class PatchState:
         config: modes and backends.
         mesh: the context-parallel group; of size 1 until a group is bound.
         min_local: least tokens a rank must hold (the convolution's halo has one sender).
+        announced: the group that the start-up line was written for.
     """
 
     config: PatchConfig
     mesh: CpMesh
     min_local: int
+    announced: CpMesh | None = None
 
 
 def patch_state(model: nn.Module) -> PatchState | None:

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         f"hf_cp.{name}"
         for name in [
             *("class_swap", "collectives", "compilation", "context", "entry"),
-            *("layout", "loss", "mesh", "regions", "state"),
+            *("layout", "loss", "mesh", "regions", "startup", "state"),
         ]
     ),
     ("hf_cp.modes",),

@@ -127,6 +127,8 @@ def main() -> None:
     parser.add_argument("--shapes", default="8192:16:32,16384:16:32,32768:16:32,65536:16:32,32768:32:32,32768:2:4")
     parser.add_argument("--dim", type=int, default=128)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("hf_cp.kernels.gdn.bench: PyTorch sees no CUDA GPU: run it where there is one")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {version('triton')}, BF16, B=1")
     print("| backend | tokens | heads | forward ms | backward ms | both ms | peak MiB |\n|---|---|---|---|---|---|---|")
     for name, operator in operators(arguments.backends.split(",")).items():

@@ -17,6 +17,7 @@ from hf_cp.context import CpContext
 from hf_cp.entry import agree
 from hf_cp.layout import ShardLayout, cu_seqlens_from_position_ids
 from hf_cp.modes.segments import groups, packed_segments, padded_segments, queries_between
+from hf_cp.startup import announce
 
 from . import fused_projections
 from .attention import ALLGATHER_IMPLEMENTATIONS
@@ -169,6 +170,7 @@ def open_context(
         ValueError: the same line on every rank of the group.
     """
     state = module._hf_cp
+    announce(module, state)
     mesh = state.mesh
     whole = _read_whole(arguments)
     agree(

@@ -1,0 +1,228 @@
+"""`hf-cp plan`: parameters, memory, messages and time against what was counted or measured, and the files it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from transformers import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+import hf_cp
+from hf_cp.cli import main
+from hf_cp.config import PatchConfig
+from hf_cp.planning.command import best, candidates, number
+from hf_cp.planning.constants import CONSTANTS, LAYERS, STEPS
+from hf_cp.planning.cost import Cluster, linear_mixer_seconds, refusals, state_seconds, step_cost
+from hf_cp.planning.memory import GIB, Training, estimate
+from hf_cp.planning.shape import FULL, LINEAR, PUBLISHED, ModelShape, load_shape, shape_from_config
+from hf_cp.state import _check_heads
+from hf_cp.testing import CommunicationLog, World, tiny_qwen3_5
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+CONFIGS = [
+    (Qwen3_5ForCausalLM, Qwen3_5TextConfig(num_hidden_layers=4, tie_word_embeddings=True)),
+    (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig(num_hidden_layers=4)),
+    (Qwen3NextForCausalLM, Qwen3NextConfig(num_hidden_layers=4)),
+]
+
+
+@pytest.mark.parametrize(("model_class", "config"), CONFIGS, ids=lambda value: getattr(value, "__name__", ""))
+def test_parameters_are_those_of_the_model(model_class: Any, config: Any, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = model_class(config)
+    config.save_pretrained(tmp_path)
+    shape = load_shape(str(tmp_path))
+    assert shape == load_shape(str(tmp_path / "config.json"))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.layer_class in {type(module).__name__ for module in model.modules()}
+    assert load_shape(str(tmp_path)) == shape_from_config({"text_config": config.to_dict()})
+
+
+def measured(row: dict[str, Any]) -> tuple[ModelShape, Training]:
+    training = Training(row["tokens"], checkpointing=row["checkpointing"], precision=row["precision"])
+    return PUBLISHED[row["model"]].with_layers(row["layers"]), training
+
+
+@pytest.mark.parametrize("row", STEPS, ids=lambda row: "-".join(str(value) for value in list(row.values())[:5]))
+def test_measured_steps_are_reproduced(row: dict[str, Any]) -> None:
+    shape, training = measured(row)
+    assert estimate(shape, training).peak / GIB == pytest.approx(row["gib"], rel=0.1)
+    milliseconds = row["forward_ms"] + row["backward_ms"] + row["optimizer_ms"]
+    assert 1e3 * step_cost(shape, training, Cluster(1)).seconds == pytest.approx(milliseconds, rel=0.15)
+
+
+@pytest.mark.parametrize("row", LAYERS, ids=lambda row: str(row["tokens"]))
+def test_measured_layers_are_reproduced(row: dict[str, Any]) -> None:
+    shape = replace(PUBLISHED["9B"], hidden=2048)
+    assert 1e3 * sum(linear_mixer_seconds(shape, Training(row["tokens"]))) == pytest.approx(row["ms"], rel=0.15)
+
+
+def test_every_constant_has_a_source() -> None:
+    for name, constant in CONSTANTS.items():
+        assert constant.value > 0, name
+        assert constant.unit, name
+        assert constant.source, name
+        assert constant.ours != ("assumed" in constant.source), name
+
+
+def test_memory_falls_with_ranks_and_recomputation() -> None:
+    shape = PUBLISHED["9B"]
+    peaks = [estimate(shape, Training(65536, cp_size=w, shards=8)).peak for w in (1, 2, 4, 8)]
+    assert peaks == sorted(peaks, reverse=True)
+    whole, sharded = (estimate(shape, Training(65536, cp_size=8, shards=n)) for n in (1, 8))
+    assert whole.optimizer == 8 * sharded.optimizer
+    training = Training(65536, cp_size=8, shards=8)
+    assert estimate(shape, replace(training, checkpointing=True)).peak < estimate(shape, training).peak
+
+
+def test_modes_are_refused_as_patching_refuses_them() -> None:
+    config = Qwen3_5TextConfig(num_hidden_layers=4, num_attention_heads=24, linear_num_value_heads=48)
+    shape = shape_from_config(config.to_dict())
+    for cp_size in (1, 2, 3, 4, 8, 16, 24):
+        for linear in PatchConfig.CHOICES["linear_mode"]:
+            for attention in PatchConfig.CHOICES["attention_mode"]:
+                training = Training(4096, cp_size=cp_size, linear_mode=linear, attention_mode=attention)
+                try:
+                    _check_heads(config, PatchConfig(linear, attention), cp_size)
+                    allowed = True
+                except ValueError:
+                    allowed = False
+                assert allowed == (not refusals(shape, training)), training
+
+
+def messages(rank: int, size: int, modes: dict[str, str], length: int) -> list[tuple[str, int]]:
+    model = tiny_qwen3_5().train()
+    hf_cp.patch(model, **modes, gdn_backend="eager", cp_group=dist.group.WORLD)
+    ids = torch.arange(length)[None] % 90 + 1
+    with CommunicationLog() as log:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return [(record.name, record.payload_bytes) for record in log.records]
+
+
+@pytest.mark.parametrize("linear", ["p2p", "ulysses"])
+def test_bytes_on_the_wire_are_those_that_travel(world: Callable[..., World], linear: str) -> None:
+    """On two ranks, summed over both; the model computes in fp32, twice the bytes of bf16."""
+    modes = {"linear_mode": linear, "attention_mode": "ulysses"}
+    ranks = world(2).run(messages, modes, 64)
+    shape = shape_from_config(tiny_qwen3_5().config.to_dict())
+    wire = step_cost(shape, Training(64, cp_size=2, **modes), Cluster(2)).wire_bytes
+    sent = {name: sum(size for rank in ranks for kind, size in rank if kind == name) for name in ("send", "all_to_all")}
+    # One rank of the two sends a state or a halo. Half of an all-to-all stays at home; the gates are fp32 as it is.
+    gates = 2 * 2 * shape.linear_layers * 32 * 4 * shape.value_heads
+    if linear == "p2p":
+        assert sent == {"send": wire["linear layers"] + 2 * wire["halo"], "all_to_all": 8 * wire["attention"]}
+    else:
+        exchanged = 8 * (wire["linear layers"] + wire["attention"]) - gates
+        assert sent == {"send": 2 * wire["halo"], "all_to_all": exchanged}
+
+
+def test_no_way_of_passing_states_is_free() -> None:
+    shape, cluster = PUBLISHED["9B"], Cluster(1024)
+    for way in ("chain", "allgather", "scan"):
+        times = [state_seconds(shape, Training(2**20, cp_size=w), cluster, way) for w in (1, 2, 8, 64, 1024)]
+        assert times[0] == 0
+        assert times == sorted(times)
+    many = Training(2**20, cp_size=1024)
+    assert state_seconds(shape, many, cluster, "scan") < state_seconds(shape, many, cluster, "chain") / 10
+
+
+def test_choice_is_fast_and_fits() -> None:
+    shape, cluster = PUBLISHED["27B"], Cluster(8)
+    found = candidates(shape, Training(262144), cluster, 141e9, "auto")
+    choice = best(found)
+    assert choice is not None
+    assert choice.memory.peak < 141e9
+    fitting = [one.tokens_per_second for one in found if not one.reasons]
+    assert choice.tokens_per_second > 0.96 * max(fitting)
+    assert best(candidates(shape, Training(262144), Cluster(1), 141e9, "auto")) is None
+
+
+@pytest.mark.parametrize(("gpus", "like"), [(1, "gpu_x1"), (2, "gpu_x2"), (8, "gpu_x8"), (16, None)])
+def test_launch_configuration(gpus: int, like: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "launch.yaml"
+    command = ["plan", "--model", "0.8B", "--seq-len", "128k", "--gpus", str(gpus), "--write", str(path)]
+    assert main(command) == 0
+    load_config_from_file(str(path))
+    found = yaml.safe_load(path.read_text())
+    sizes = found.get("parallelism_config", {"cp": 1})
+    product = sizes.get("parallelism_config_cp_size", 1) * sizes.get("parallelism_config_dp_shard_size", 1)
+    assert product == found["num_processes"] == gpus
+    assert found["num_machines"] == -(-gpus // 8)
+    if like is not None:
+        recipe = yaml.safe_load((RECIPES / f"{like}.yaml").read_text())
+        for sizes in (found, recipe):
+            for name in ("cp", "dp_shard"):
+                sizes.get("parallelism_config", {}).pop(f"parallelism_config_{name}_size", None)
+        assert found == recipe
+    assert "Choice: cp_size" in capsys.readouterr().out
+
+
+def test_json_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.png"
+    assert main(["plan", "--model", "0.8B", "--gpus", "2", "--json", "--picture", str(picture)]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["choice"] in content["plan"]
+    assert content["choice detail"]["memory"]["peak"] / GIB == pytest.approx(content["choice"]["peak"])
+    assert picture.stat().st_size > 10_000
+    assert main(["plan", "--model", "0.8B", "--scale", "--json", "--picture", str(tmp_path / "scale.png")]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert {row["gpus"] for row in content["scale"]} == {64, 128, 256, 512, 1024}
+    assert {row["cp"] for row in content["state exchange"]} == {2**i for i in range(1, 11)}
+    assert (tmp_path / "scale.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "none"], "--model none: give a config.json, a folder with one, or one of 0.8B"),
+        (["--model", "0.8B", "--gpus", "12"], "--gpus 12 is not a multiple of --gpus-per-node 8"),
+        (["--model", "0.8B", "--scale", "--write", "x"], "--write with --scale"),
+        (["--model", "27B", "--gpus", "1", "--write", "x"], "--write x: nothing fits"),
+    ],
+)
+def test_refusals_are_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hf-cp plan: {said}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"model_type": "llama"}, "has model_type 'llama'"),
+        ({"layer_types": ["sliding_attention"] * 4}, "has layers of type sliding_attention"),
+        ({"num_experts": 4, "mlp_only_layers": [0]}, "mixes dense MLPs and experts"),
+    ],
+)
+def test_other_configs_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        shape_from_config(Qwen3_5TextConfig(num_hidden_layers=4).to_dict() | changes)
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "27B", "--gpus", "1"]) == 1
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+def test_numbers() -> None:
+    assert [number(text) for text in ("262144", "256k", "10M")] == [262144, 262144, 10_000_000]
+    assert PUBLISHED["0.8B"].layer_types[:4] == (LINEAR, LINEAR, LINEAR, FULL)
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "0.8B", "--seq-len", "long"])
