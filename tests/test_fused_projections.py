@@ -117,10 +117,17 @@ def test_fused_projections_need_a_gpu() -> None:
     assert not hasattr(model, "_hf_cp")
 
 
+def adapt(layer: nn.Module, name: str) -> None:
+    """Give a layer's projection a LoRA adapter, as PEFT does."""
+    import peft
+
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=[name]), layer)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda layer: setattr(layer, "k_proj", nn.Bilinear(2, 2, 2)), "k_proj is a torch.nn.*Bilinear"),
+        (lambda layer: adapt(layer, "k_proj"), r"k_proj is a peft\.tuners\.lora\.\S*Linear, not a plain"),
         (lambda layer: setattr(layer, "o_proj", nn.Linear(4, 4)), "o_proj has a bias"),
     ],
 )

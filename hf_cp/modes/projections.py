@@ -21,6 +21,7 @@ _GRAIN = 32 << 20
 
 # A mesh is shared by a model's copies; graphs that are still alive keep the backend that they were recorded with.
 _backends: weakref.WeakKeyDictionary[CpMesh, Backend] = weakref.WeakKeyDictionary()
+_retired: weakref.WeakKeyDictionary[CpMesh, Backend] = weakref.WeakKeyDictionary()
 
 
 def provide(mesh: CpMesh, backend: Backend) -> None:
@@ -48,7 +49,11 @@ def backend_of(mesh: CpMesh, device: torch.device, nbytes: int, flag_count: int)
         return backend
     if device.type != "cuda":
         raise ValueError(f'projection_backend="fused" needs a GPU, the model is on {device}: move it, or use "torch"')
+    # All ranks have met when a workspace has been made. Until then others may read the one before, whose graphs may be
+    # gone here.
     made = FusedBackend(Workspace(mesh.group, device, -(-nbytes // _GRAIN) * _GRAIN, flag_count=flag_count))
+    if backend is not None:
+        _retired[mesh] = backend
     _backends[mesh] = made
     return made
 

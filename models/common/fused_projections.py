@@ -24,6 +24,7 @@ from hf_cp.context import CpContext
 from hf_cp.kernels.a2a_gemm import Backend, a2a_gemm, gemm_a2a
 from hf_cp.kernels.a2a_gemm.plan import MAX_GROUPS
 from hf_cp.kernels.gdn import layer
+from hf_cp.kernels.gdn.backend import refuse, unserved_reason
 from hf_cp.modes import projections
 from hf_cp.modes.state_passing import SpanInputs, whole_rule
 
@@ -104,9 +105,9 @@ def check(module: Any, names: tuple[str, ...]) -> None:
         elif projection.bias is not None:
             why = "has a bias"
         elif isinstance(projection.weight, DTensor):
-            why = "is sharded by itself: let FSDP wrap whole decoder layers, or"
+            why = "is sharded by itself, not with its decoder layer"
         if why is not None:
-            raise ValueError(f'projection_backend="fused": {name} {why}; use projection_backend="torch"')
+            raise ValueError(f'projection_backend="fused": {name} {why}: use projection_backend="torch"')
 
 
 def _computed(x: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tensor]:
@@ -165,6 +166,7 @@ def gated_delta_net(module: Any, hidden_states: torch.Tensor, cp: CpContext) -> 
     g, beta = layer.gates(a, b, module.A_log, module.dt_bias, backend=backend)
     gates = start_exchange_sequence_to_heads([g, beta], cp.mesh)
     q, k, v, z = family.project_to_heads.wide(module, hidden_states, _computed, fused.backend)
+    refuse(backend, unserved_reason(backend, dtype=q.dtype))
     r, W = cp.mesh.cp_rank, cp.mesh.cp_size
     weights = module.conv1d.weight.squeeze(1).split((module.key_dim, module.key_dim, module.value_dim))
     q, k, v = (
