@@ -13,7 +13,8 @@ class PatchConfig:
     Args:
         linear_mode: Gated DeltaNet across ranks: ``"p2p"``, ``"allgather"`` or ``"ulysses"``.
         attention_mode: full attention across ranks: ``"ulysses"`` or ``"allgather"``.
-        gdn_backend: Gated DeltaNet kernels: ``"triton"`` or ``"eager"`` (pure torch).
+        gdn_backend: Gated DeltaNet kernels: ``"triton"``, ``"gluon"`` (heads of 128, 16-bit computation) or ``"eager"``
+            (pure torch).
         projection_backend: exchange and projection: ``"torch"``, or ``"fused"`` where a mode is ``"ulysses"``.
 
     Raises:
@@ -28,7 +29,7 @@ class PatchConfig:
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
         "linear_mode": ("p2p", "allgather", "ulysses"),
         "attention_mode": ("ulysses", "allgather"),
-        "gdn_backend": ("triton", "eager"),
+        "gdn_backend": ("triton", "gluon", "eager"),
         "projection_backend": ("torch", "fused"),
     }
 

@@ -59,7 +59,8 @@ def patch(
         model: a supported transformers model, or a module that holds one (a PEFT model, say).
         linear_mode: Gated DeltaNet across ranks: ``"p2p"``, ``"allgather"`` or ``"ulysses"``.
         attention_mode: full attention across ranks: ``"ulysses"`` or ``"allgather"``.
-        gdn_backend: Gated DeltaNet kernels: ``"triton"`` (CUDA) or ``"eager"`` (pure torch, any device).
+        gdn_backend: Gated DeltaNet kernels: ``"triton"`` (Hopper GPUs), ``"gluon"`` (the same, faster, for heads of 128
+            computed in bf16 or fp16) or ``"eager"`` (pure torch, any device).
         projection_backend: exchange and projection: ``"torch"``, or ``"fused"`` (Hopper GPUs): one kernel for both
             in mixers whose mode is ``"ulysses"``.
         cp_group: ranks that share one sequence, in the order of the shards.
@@ -186,7 +187,8 @@ def _check_kernels(root: Any, config: PatchConfig) -> None:
             key_dim=text_config.linear_key_head_dim,
             value_dim=text_config.linear_value_head_dim,
             taps=text_config.linear_conv_kernel_dim,
-            dtype=root.dtype,
+            # Weights in fp32 may be computed with in 16 bits; the layers see which, and refuse.
+            dtype=None if root.dtype == torch.float32 else root.dtype,
         )
 
 

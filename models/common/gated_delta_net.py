@@ -9,6 +9,7 @@ import torch
 from hf_cp.compilation import outside_graphs
 from hf_cp.context import CpContext
 from hf_cp.kernels.gdn import chunk_gated_delta_rule, layer
+from hf_cp.kernels.gdn.backend import refuse, unserved_reason
 from hf_cp.modes import allgather, p2p, ulysses
 from hf_cp.modes.conv_halo import causal_conv
 from hf_cp.modes.state_passing import SpanInputs, whole_rule
@@ -35,7 +36,7 @@ def forward(
         hidden_states: ``[B, L, D]``.
         attention_mask: padding mask ``[B, L]`` of this rank's tokens, or ``None``; padding enters as zeros, as stock.
         cp_context: absent for calls with a cache, which nothing shards: the stock forward runs them, or the Triton
-            kernels where they were chosen.
+            or Gluon kernels where they were chosen.
 
     Returns:
         ``[B, L, D]``.
@@ -82,6 +83,7 @@ def _span_inputs(module: Any, hidden_states: torch.Tensor, cp: CpContext) -> tup
     """Inputs of the delta rule, and the function that computes the output gate."""
     with region("project"):
         qkv, b, a, project_z = type(module).hf_cp_family.project(module, hidden_states)
+    refuse(cp.config.gdn_backend, unserved_reason(cp.config.gdn_backend, dtype=qkv.dtype))
     with region("conv"):
         parts = causal_conv(qkv, _conv_weight(module), cp, activation=module.activation, widths=_widths(module))
     with region("gates"):
@@ -119,7 +121,8 @@ class _Nothing:
 
 
 def _with_cache(module: Any, hidden_states: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Token mixing behind the tokens that a cache stands for, with the Triton kernels; the cache moves on."""
+    """Token mixing behind the tokens that a cache stands for, with the GPU kernels; the cache moves on."""
+    backend = type(module).hf_cp_gdn_backend
     qkv, b, a, project_z = type(module).hf_cp_family.project(module, hidden_states)
     held: Any = cache.layers[module.layer_idx] if cache is not None else _Nothing
     follows = held.has_previous_state[0]
@@ -136,9 +139,9 @@ def _with_cache(module: Any, hidden_states: torch.Tensor, cache: Any) -> torch.T
         if cache is not None:
             cache.update_conv_state(qkv.mT, module.layer_idx, conv_kernel_size=module.conv_kernel_size)
         parts = layer.causal_conv1d(
-            qkv, _conv_weight(module), halo, None, module.activation, widths=_widths(module), backend="triton"
+            qkv, _conv_weight(module), halo, None, module.activation, widths=_widths(module), backend=backend
         )
-        g, beta = layer.gates(a, b, module.A_log, module.dt_bias, backend="triton")
+        g, beta = layer.gates(a, b, module.A_log, module.dt_bias, backend=backend)
         output, final_state = chunk_gated_delta_rule(
             *_heads(module, parts),
             g,
@@ -146,8 +149,8 @@ def _with_cache(module: Any, hidden_states: torch.Tensor, cache: Any) -> torch.T
             initial_state=state,
             output_final_state=cache is not None,
             use_qk_l2norm_in_kernel=True,
-            backend="triton",
+            backend=backend,
         )
         if cache is not None:
             cache.update_recurrent_state(final_state, module.layer_idx)
-    return module.out_proj(_norm(module, output, project_z(), "triton"))
+    return module.out_proj(_norm(module, output, project_z(), backend))
