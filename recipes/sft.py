@@ -70,6 +70,9 @@ class ModelArguments:
     attention_mode: str = field(default="ulysses", metadata={"help": "Full attention layers: ulysses or allgather."})
     gdn_backend: str = field(default="triton", metadata={"help": "triton (GPU) or eager (any device)."})
     projection_backend: str = field(default="torch", metadata={"help": "torch."})
+    lora_rank: int = field(
+        default=0, metadata={"help": "Train LoRA adapters of this rank on every linear layer; 0 trains all weights."}
+    )
 
 
 @dataclass
@@ -81,6 +84,7 @@ class DataArguments:
     split: str = field(default="train", metadata={"help": "Split of a named data set."})
     streaming: bool = field(default=False, metadata={"help": "Read while training; needs --max_steps."})
     text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
+    evaluate_only: bool = field(default=False, metadata={"help": "No training: evaluate on --eval_windows."})
     eval_windows: int = field(default=0, metadata={"help": "Windows held out for evaluation, from the front."})
     seq_len: int = field(default=2048, metadata={"help": "Tokens in a window, over all context-parallel ranks."})
     pack_batch: int = field(
@@ -153,6 +157,8 @@ def load_windows(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Dat
 
 def main(argv: list[str]) -> None:
     model_args, data_args, training_args = parse(argv)
+    if data_args.evaluate_only and not data_args.eval_windows:
+        raise ValueError("evaluate_only=True with eval_windows=0: give the number of windows to evaluate on.")
     set_seed(training_args.seed)
     tokenizer = AutoTokenizer.from_pretrained(model_args.tokenizer or model_args.model)
     model = load_model(model_args, tokenizer)
@@ -173,6 +179,18 @@ def main(argv: list[str]) -> None:
             projection_backend=model_args.projection_backend,
         )
 
+    if model_args.lora_rank:
+        from peft import LoraConfig, get_peft_model
+
+        # "all-linear" leaves the head out.
+        lora = LoraConfig(
+            r=model_args.lora_rank,
+            lora_alpha=2 * model_args.lora_rank,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        model: Any = get_peft_model(model, lora)
+
     trainer = Trainer(
         model=model,
         args=training_args,
@@ -181,13 +199,17 @@ def main(argv: list[str]) -> None:
         processing_class=tokenizer,
         data_collator=default_data_collator,
     )
-    resume: str | bool | None = training_args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if resume == "last" else resume)
+    if not data_args.evaluate_only:
+        resume: str | bool | None = training_args.resume_from_checkpoint
+        trainer.train(resume_from_checkpoint=True if resume == "last" else resume)
     if eval_windows is not None:
-        trainer.log_metrics("eval", trainer.evaluate())
-    trainer.save_model()
-    # Loss and grad_norm of every logged step, unrounded.
-    trainer.save_state()
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+    if not data_args.evaluate_only:
+        trainer.save_model()
+        # Loss and grad_norm of every logged step, unrounded.
+        trainer.save_state()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

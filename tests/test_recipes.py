@@ -12,6 +12,7 @@ import pytest
 import yaml
 from datasets import Dataset
 from forked_scripts import run_script
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -138,6 +139,39 @@ def test_stock_run_saves_evaluates_and_resumes_without_the_package(
     assert parts == whole
     for name in ("model.safetensors", "tokenizer.json", "checkpoint-2/trainer_state.json"):
         assert (tmp_path / "parts" / name).exists(), name
+
+
+def test_adapters_are_trained_merged_and_evaluated(
+    tokenizer: PreTrainedTokenizerBase, text_file: Path, tmp_path: Path
+) -> None:
+    """The merged model, in plain transformers, evaluates to what the adapters evaluated to in the patched one."""
+    common = [
+        *("--dataset", text_file, "--seq_len", "33", "--eval_windows", "2", "--gdn_backend", "eager"),
+        *("--learning_rate", "1e-2", "--lr_scheduler_type", "constant", "--report_to", "none"),
+    ]
+    base, lora, merged, check = (tmp_path / name for name in ("base", "lora", "merged", "check"))
+    sft.load_model(sft.ModelArguments("tiny"), tokenizer).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    runs = [
+        ["--model", base, "--lora_rank", "4", "--max_steps", "2", "--output_dir", lora],
+        ["--model", merged, "--no_patch", "--evaluate_only", "--output_dir", check],
+    ]
+    train, evaluate = ([str(argument) for argument in (*one, *common)] for one in runs)
+    script = tmp_path / "runs.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(RECIPES)!r})\nimport merge, sft\nsft.main({train!r})\n"
+        f"merge.main({['--adapter', str(lora), '--output_dir', str(merged)]!r})\nsft.main({evaluate!r})\n"
+    )
+    run_script(script, timeout=400)
+    adapters = load_file(lora / "adapter_model.safetensors")
+    assert any(bool(x.any()) for name, x in adapters.items() if "lora_B" in name)
+    losses = [json.loads((folder / "eval_results.json").read_text())["eval_loss"] for folder in (lora, check)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_nothing_to_evaluate_on_is_refused() -> None:
+    with pytest.raises(ValueError, match="evaluate_only=True with eval_windows=0"):
+        sft.main(["--model", "tiny", "--dataset", "x.txt", "--output_dir", "x", "--evaluate_only"])
 
 
 def test_demo_agrees_and_draws(tmp_path: Path) -> None:
