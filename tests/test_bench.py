@@ -16,7 +16,7 @@ from hf_cp.kernels.gdn import bench as gdn_bench
 from hf_cp.planning.memory import GIB, Training, estimate
 from hf_cp.planning.shape import PUBLISHED
 
-CPU = ["bench", "--device", "cpu", "--layer-code", "eager,stock", "--tokens", "64"]
+CPU = ["bench", "--device", "cpu", "--layer-code", "eager,stock", "--tokens", "32"]
 LAYER = [*CPU, "--hidden", "32", "--heads", "1:2", "--dim", "16"]
 STEP = [*CPU, "--table", "step", "--models", "tiny", "--checkpointing", "off,full", "--precision", "mixed"]
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -37,7 +37,7 @@ def test_tables_and_files(
     assert content["conditions"]["torch"] == torch.__version__
     assert content["conditions"]["command"] == f"hf-cp {' '.join(command)} --out {tmp_path}"
     assert len(content["rows"]) == rows
-    assert all(row[value] > 0 and row["tokens"] == 64 for row in content["rows"])
+    assert all(row[value] > 0 and row["tokens"] == 32 for row in content["rows"])
     assert said.out.count("\n| eager |") + said.out.count("| eager |") >= rows // 2
     assert f"| {value} |" in (tmp_path / f"{name}.md").read_text()
     assert (tmp_path / f"{name}.png").stat().st_size > 5_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ class ModelShape:
 
     def with_layers(self, count: int) -> ModelShape:
         """The same with the first ``count`` layers."""
-        return ModelShape(**(vars(self) | {"layer_types": self.layer_types[:count]}))
+        return replace(self, layer_types=self.layer_types[:count])
 
 
 _LAYERS = {
