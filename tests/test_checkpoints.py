@@ -19,11 +19,11 @@ from training_runs import (
     Run,
     assert_moves,
     assert_same_curve,
-    curve_of,
     environment_of,
     launched,
     make_trainer,
     patched,
+    resume,
     small_model,
     train_on_one_process,
     whole_weights,
@@ -46,10 +46,7 @@ def leg(run: Run, folder: Path, kind: str, begin: int, end: int, model: Any = No
     """Steps ``begin`` to ``end`` of a run that is one epoch long, from a checkpoint and to another."""
     options = (("max_steps", end), ("save_strategy", "steps"), ("save_steps", end))
     with launched({**environment_of(run), "FSDP_STATE_DICT_TYPE": kind}):
-        trainer = make_trainer(replace(run, options=options), folder, model=model)
-        trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{begin}") if begin else None)
-        assert trainer.state.global_step == end
-        return curve_of(trainer)
+        return resume(make_trainer(replace(run, options=options), folder, model=model), folder, begin, end)
 
 
 def leg_on_rank(rank: int, size: int, *arguments: Any) -> Curve:

@@ -124,7 +124,7 @@ def picture_case(
     rank: int, size: int, name: str, kind: str, device: str = "cpu", backend: str = "eager"
 ) -> dict[str, float]:
     """Loss, logits, positions and every gradient, the vision tower's too."""
-    head_dims = {"linear_key_head_dim": 64, "linear_value_head_dim": 64} if backend == "triton" else {}
+    head_dims: dict[str, Any] = {"linear_key_head_dim": 64, "linear_value_head_dim": 64} if backend == "triton" else {}
     model = small_model(name, **TWO_LAYERS, **head_dims).train().to(device)
     batch = {key: x.to(device) for key, x in batch_of(kind).items()}
     experts = {"output_router_logits": True} if name == "Qwen3_5Moe" else {}

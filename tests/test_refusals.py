@@ -277,7 +277,7 @@ def decoder_alone(rank: int, size: int) -> list[str]:
 
 def mixed_caches(rank: int, size: int) -> list[str]:
     """Without labels a call with a cache is stock's: ranks that begin one meet those that shard, in every order."""
-    head = bound_model().eval()
+    head: Any = bound_model().eval()
     ids = token_ids()
     texts = []
     for model in (head, head.model):
@@ -309,7 +309,7 @@ def mixed_caches(rank: int, size: int) -> list[str]:
     with torch.no_grad(), CommunicationLog() as log:
         found = head.generate(prompt, max_new_tokens=3 + rank, do_sample=False, pad_token_id=0)
     assert log.names == ["all_gather"]
-    stock = hf_cp.unpatch(copy.deepcopy(head))
+    stock: Any = hf_cp.unpatch(copy.deepcopy(head))
     assert torch.equal(found, stock.generate(prompt, max_new_tokens=3 + rank, do_sample=False, pad_token_id=0))
     assert head.train()(input_ids=ids, labels=ids).loss.isfinite()
     return texts

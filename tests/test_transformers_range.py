@@ -23,6 +23,7 @@ from training_runs import (
     launched,
     make_trainer,
     relative,
+    resume,
     run_in,
     small_model,
     train_on_one_process,
@@ -97,11 +98,11 @@ def test_evaluation_equals_one_process(world: Worlds) -> None:
 def resume_on_rank(rank: int, size: int, run: Run, folder: Path) -> tuple[list[Any], dict[str, Any]]:
     """Two steps, a checkpoint, two more steps from it, and the model saved."""
     trainer = None
-    for steps in (2, 4):
-        options = (("max_steps", steps), ("save_strategy", "steps"), ("save_steps", 2))
+    for begin, end in ((0, 2), (2, 4)):
+        options = (("max_steps", end), ("save_strategy", "steps"), ("save_steps", 2))
         with launched(environment_of(run)):
             trainer = make_trainer(Run(run.layout, steps=run.steps, options=options), folder)
-            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if steps == 4 else None)
+            resume(trainer, folder, begin, end)
             trainer.save_model(str(folder / "saved"))
     assert trainer is not None
     history = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]

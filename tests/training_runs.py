@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 import hf_cp
 from hf_cp.testing import World, allow_fsdp2_on_cpu, tiny_qwen3_5
@@ -284,6 +284,25 @@ def curve_of(trainer: Trainer) -> Curve:
         [entry["eval_loss"] for entry in history if "eval_loss" in entry],
         trainer.state.num_input_tokens_seen,
     )
+
+
+class StepCount(TrainerCallback):
+    """Steps that a run takes itself: one that ignored its checkpoint would reach the same curve with more of them."""
+
+    steps = 0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+
+def resume(trainer: Trainer, folder: Path, begin: int, end: int) -> Curve:
+    """Train from the checkpoint of step ``begin`` in ``folder``, if any, to step ``end``; the curve of all steps."""
+    count = StepCount()
+    trainer.add_callback(count)
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{begin}") if begin else None)
+    assert trainer.state.global_step == end
+    assert count.steps == end - begin
+    return curve_of(trainer)
 
 
 def train(run: Run) -> Curve:
