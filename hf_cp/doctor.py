@@ -20,6 +20,7 @@ import torch
 from .config import PatchConfig
 from .kernels.a2a_gemm import build
 from .kernels.gdn.backend import OLDEST_TRITON, unavailable_reason
+from .modes import projections
 from .report import installed
 
 # Oldest versions, as in pyproject.toml (tests/test_doctor.py compares).
@@ -155,17 +156,12 @@ def _remedy(reason: str) -> str:
 
 def fused_reason(pairs: Sequence[dict[str, Any]]) -> str | None:
     """Why AllToAll fused with GEMM cannot be built or run, remedy included; ``None`` if it can."""
-    if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA GPU: the fused kernels need Hopper GPUs"
     try:
-        build.check_device(torch.cuda.get_device_capability(), torch.cuda.get_device_name())
-        if not all(build.library_path(variant).exists() for variant in build.VARIANTS):
-            build.find_nvcc()
-            build.find_cutlass()
-    except build.BuildError as error:
-        return str(error)
+        projections.check_served()
+    except ValueError as error:
+        return str(error).removeprefix('projection_backend="fused"').lstrip(": ")
     if not all(pair["peer access"] for pair in pairs):
-        return "GPUs without peer access to each other: run on GPUs that NVLink joins"
+        return 'GPUs without peer access to each other: run on GPUs that NVLink joins, or use "torch"'
     return None
 
 
