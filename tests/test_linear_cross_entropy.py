@@ -1,11 +1,20 @@
-"""The chunked head and cross-entropy against the plain one."""
+"""The chunked head and cross-entropy against the plain one; its Triton kernel interpreted, compiled and on a GPU.
+
+Interpreting needs Triton in a mode that is fixed when it is imported, so it runs in a process of its own: this file, as
+a script.
+"""
 
 from __future__ import annotations
+
+import importlib.util
+import json
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton_processes import compiled_launches, in_process, prepare_interpreter
 
 from hf_cp.kernels.linear_cross_entropy import chunked, linear_cross_entropy_sum
 from hf_cp.testing import relative_error
@@ -112,8 +121,86 @@ def test_shapes_that_do_not_fit(hidden: tuple[int, ...], targets: tuple[int, ...
         linear_cross_entropy_sum(torch.zeros(hidden), torch.zeros(VOCAB, DIM), torch.zeros(targets, dtype=torch.int64))
 
 
+def test_backends_that_do_not_serve() -> None:
+    hidden, targets = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match='does not compute in fp64: pass backend="torch"'):
+        linear_cross_entropy_sum(hidden, hidden, targets, backend="triton")
+    with pytest.raises(ValueError, match="backend='cuda' is unknown"):
+        linear_cross_entropy_sum(hidden, hidden, targets, backend="cuda")
+
+
+# The Triton kernel.
+
+
+def triton_errors(dtype: torch.dtype, device: str) -> dict[str, float]:
+    """Largest error of loss and gradients against fp64, whose inputs are the same; 101 logits in blocks of 32."""
+    from hf_cp.kernels.linear_cross_entropy import triton_rows
+
+    triton_rows._BLOCK = 32
+    errors = {}
+    for smoothing, with_bias, step in ((0.0, False, None), (0.1, True, 7)):
+        leaves, targets = inputs(dtype, with_bias, device), some_targets().to(device)
+        found = linear_cross_entropy_sum(
+            *leaves[:2],
+            targets,
+            bias=leaves[2] if with_bias else None,
+            label_smoothing=smoothing,
+            chunk_tokens=step,
+            backend="triton",
+        )
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        expected = plain(exact, targets, smoothing)
+        pairs = zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, exact), strict=True)
+        worst = [relative_error(found, expected), *(relative_error(x, y) for x, y in pairs)]
+        errors[f"smoothing {smoothing}, bias {with_bias}, {step} tokens"] = max(worst)
+    leaves, targets = inputs(dtype, False, device), some_targets().to(device)
+    with torch.no_grad():
+        alone = linear_cross_entropy_sum(*leaves, targets, backend="triton")
+        errors["no gradient"] = relative_error(alone, plain([x.double() for x in leaves], targets, 0.0))
+        ignored = linear_cross_entropy_sum(*leaves, torch.full_like(targets, -100), backend="triton")
+        errors["no target"] = float(ignored)
+        outside = linear_cross_entropy_sum(*leaves, torch.full_like(targets, VOCAB), backend="triton")
+        errors["a target outside the vocabulary"] = 0.0 if torch.isnan(outside) else 1.0
+    return errors
+
+
+has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@has_triton
+def test_interpreted_kernel_equals_fp64() -> None:
+    errors = in_process(__file__, "interpret", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert len(errors) == 5
+    assert max(errors.values()) < 1e-5, errors
+
+
+def compiled_kernel() -> list[dict[str, int]]:
+    from hf_cp.kernels.linear_cross_entropy.triton_rows import row_losses
+
+    logits, targets = torch.zeros(2, 248_320, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+    with compiled_launches() as reports:
+        for smoothing in (0.0, 0.1):
+            row_losses(logits, targets, ignore_index=-100, label_smoothing=smoothing, with_gradient=True)
+    return [{key: report[key] for key in ("registers", "spilled")} for report in reports]
+
+
+@has_triton
+def test_kernel_compiles_for_sm_90() -> None:
+    reports = in_process(__file__, "compile")
+    assert len(reports) == 2
+    assert all(report["spilled"] == 0 for report in reports), reports
+
+
 @pytest.mark.gpu(1)
-def test_memory_and_accuracy_at_a_large_vocabulary() -> None:
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_gpu_kernel_equals_fp64(dtype: torch.dtype, bound: float) -> None:
+    errors = triton_errors(dtype, "cuda")
+    assert max(errors.values()) < bound, errors
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_memory_and_accuracy_at_a_large_vocabulary(backend: str) -> None:
     tokens, dim, vocab = 32768, 1024, 248_320
     generator = torch.Generator(device="cuda").manual_seed(0)
     hidden = torch.randn(tokens, dim, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
@@ -121,7 +208,7 @@ def test_memory_and_accuracy_at_a_large_vocabulary() -> None:
     targets = torch.randint(0, vocab, (tokens,), device="cuda", generator=generator)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    linear_cross_entropy_sum(hidden, weight, targets).backward()
+    linear_cross_entropy_sum(hidden, weight, targets, backend=backend).backward()
     peak = torch.cuda.max_memory_allocated() - before
     weight_gradient = vocab * dim * (4 + 2)  # fp32 while it accumulates, then bf16
     print(f"peak {peak / 2**30:.2f} GiB, beside the weight gradient {(peak - weight_gradient) / 2**30:.2f} GiB")
@@ -134,3 +221,11 @@ def test_memory_and_accuracy_at_a_large_vocabulary() -> None:
     assert hidden.grad is not None
     assert exact.grad is not None
     assert relative_error(hidden.grad[part], exact.grad) < 1e-2
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "interpret":
+        prepare_interpreter()
+        print(json.dumps(triton_errors(torch.float32, "cpu")))
+    else:
+        print(json.dumps(compiled_kernel()))
