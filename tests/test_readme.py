@@ -1,7 +1,10 @@
 """Every code block of the README runs as it is written, and its commands name targets and files that exist."""
 
+import argparse
+import importlib
 import importlib.util
 import re
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -9,6 +12,8 @@ from pathlib import Path
 import pytest
 from forked_scripts import run_script
 from transformers import TrainingArguments
+
+from hf_cp.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -62,6 +67,16 @@ def test_commands_name_what_exists(text: str) -> None:
         assert (ROOT / path).exists(), path
     for path in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (ROOT / path).exists(), path
+
+
+def test_lines_of_the_command_are_understood() -> None:
+    lines = [line for block in blocks(README, "sh") for line in block.splitlines() if line.startswith("hf-cp ")]
+    assert {line.split()[1] for line in lines} == set(COMMANDS)
+    for line in lines:
+        name, *options = shlex.split(line, comments=True)[1:]
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        importlib.import_module(COMMANDS[name][0], "hf_cp").add_arguments(parser)
+        parser.parse_args(options)
 
 
 def test_options_of_the_commands_exist() -> None:
