@@ -68,8 +68,13 @@ class ModelArguments:
     patch: bool = field(default=True, metadata={"help": "Call hf_cp.patch; --no_patch trains the stock model."})
     linear_mode: str = field(default="p2p", metadata={"help": "Gated DeltaNet layers: p2p, allgather or ulysses."})
     attention_mode: str = field(default="ulysses", metadata={"help": "Full attention layers: ulysses or allgather."})
-    gdn_backend: str = field(default="triton", metadata={"help": "triton (GPU) or eager (any device)."})
-    projection_backend: str = field(default="torch", metadata={"help": "torch."})
+    gdn_backend: str = field(
+        default="triton",
+        metadata={"help": "triton (Hopper GPUs), gluon (there, heads of 128 in 16-bit types) or eager (any device)."},
+    )
+    projection_backend: str = field(
+        default="torch", metadata={"help": "torch, or fused (Hopper GPUs, where a mode is ulysses)."}
+    )
     lora_rank: int = field(
         default=0, metadata={"help": "Train LoRA adapters of this rank on every linear layer; 0 trains all weights."}
     )
@@ -92,19 +97,18 @@ class DataArguments:
     )
 
 
-def parse(argv: list[str]) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
-    dataclasses: Any = (ModelArguments, DataArguments, TrainingArguments)
-    parser = HfArgumentParser(dataclasses)
+def parse(argv: list[str], *kinds: Any, **defaults: Any) -> Any:
+    """One object of each of the dataclasses; `ModelArguments` and one of TrainingArguments' family are among them."""
+    parser = HfArgumentParser(kinds)
     # Accelerate looks for a GPU process group under an FSDP launch unless it is told that there is none.
-    parser.set_defaults(use_cpu=not torch.accelerator.is_available())
+    parser.set_defaults(use_cpu=not torch.accelerator.is_available(), **defaults)
     plain = parser.parse_args(argv)
     if plain.patch and plain.use_cpu:
         # Making TrainingArguments sets up the process group, so this has to come before.
         from hf_cp.testing import allow_fsdp2_on_cpu
 
         allow_fsdp2_on_cpu()
-    parsed: Any = parser.parse_args_into_dataclasses(argv)
-    return parsed
+    return parser.parse_args_into_dataclasses(argv)
 
 
 def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -121,6 +125,13 @@ def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreT
         "attn_implementation": args.attn_implementation,
     }
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**fields)).to(dtype)
+
+
+def lora_config(rank: int) -> Any:
+    from peft import LoraConfig
+
+    # "all-linear" leaves the head out.
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def load_windows(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset | IterableDataset:
@@ -156,7 +167,7 @@ def load_windows(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Dat
 
 
 def main(argv: list[str]) -> None:
-    model_args, data_args, training_args = parse(argv)
+    model_args, data_args, training_args = parse(argv, ModelArguments, DataArguments, TrainingArguments)
     if data_args.evaluate_only and not data_args.eval_windows:
         raise ValueError("evaluate_only=True with eval_windows=0: give the number of windows to evaluate on.")
     set_seed(training_args.seed)
@@ -180,16 +191,9 @@ def main(argv: list[str]) -> None:
         )
 
     if model_args.lora_rank:
-        from peft import LoraConfig, get_peft_model
+        from peft import get_peft_model
 
-        # "all-linear" leaves the head out.
-        lora = LoraConfig(
-            r=model_args.lora_rank,
-            lora_alpha=2 * model_args.lora_rank,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
-        model: Any = get_peft_model(model, lora)
+        model: Any = get_peft_model(model, lora_config(model_args.lora_rank))
 
     trainer = Trainer(
         model=model,

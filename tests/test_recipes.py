@@ -1,19 +1,26 @@
 """The recipes: launch configurations, data, a stock run, resuming, and the demo from end to end."""
 
+import contextlib
 import importlib.util
 import json
 import math
+import os
+import re
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from datasets import Dataset
 from forked_scripts import run_script
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from training_runs import FSDP2, Layout, sizes_environment
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -113,32 +120,149 @@ def test_unusable_data_is_one_line_that_names_the_field(
     assert "\n" not in str(raised.value)
 
 
-def test_stock_run_saves_evaluates_and_resumes_without_the_package(
-    text_file: Path, tokenizer_folder: Path, tmp_path: Path
-) -> None:
-    common = [
+@pytest.fixture(scope="module")
+def small_run(text_file: Path, tokenizer_folder: Path) -> list[str]:
+    """Options of a run on the small model, of any number of processes."""
+    options = [
         *("--model", "tiny", "--tokenizer", tokenizer_folder, "--dataset", text_file, "--seq_len", "32"),
-        *("--no_patch", "--eval_windows", "4", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"),
-        *("--lr_scheduler_type", "constant", "--logging_steps", "1", "--save_steps", "2", "--report_to", "none"),
+        *("--eval_windows", "4", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"),
+        *("--lr_scheduler_type", "constant", "--logging_steps", "1", "--report_to", "none"),
     ]
+    return [str(option) for option in options]
+
+
+@pytest.fixture(scope="module")
+def stock_runs(small_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of the stock model where the package cannot be imported: in one run, and resumed after two."""
+    folder = tmp_path_factory.mktemp("stock")
+    common = [*small_run, "--no_patch", "--save_steps", "2"]
     runs = [
-        [*common, "--output_dir", tmp_path / "whole", "--max_steps", "4"],
-        [*common, "--output_dir", tmp_path / "parts", "--max_steps", "2"],
-        [*common, "--output_dir", tmp_path / "parts", "--max_steps", "4", "--resume_from_checkpoint", "last"],
+        [*common, "--output_dir", str(folder / "whole"), "--max_steps", "4"],
+        [*common, "--output_dir", str(folder / "parts"), "--max_steps", "2"],
+        [*common, "--output_dir", str(folder / "parts"), "--max_steps", "4", "--resume_from_checkpoint", "last"],
     ]
-    script = tmp_path / "runs.py"
-    arguments = [[str(argument) for argument in one] for one in runs]
+    script = folder / "runs.py"
     script.write_text(
         f"import sys\nsys.modules['hf_cp'] = None\nsys.path.insert(0, {str(RECIPES)!r})\nimport sft\n"
-        f"for argv in {arguments!r}:\n    sft.main(argv)\n"
+        f"for argv in {runs!r}:\n    sft.main(argv)\n"
     )
     run_script(script, timeout=400)
+    return folder
 
-    whole, parts = demo.read_steps(tmp_path / "whole"), demo.read_steps(tmp_path / "parts")
+
+def test_stock_run_saves_evaluates_and_resumes_without_the_package(stock_runs: Path) -> None:
+    whole, parts = demo.read_steps(stock_runs / "whole"), demo.read_steps(stock_runs / "parts")
     assert [step for step, _, _ in whole] == [1, 2, 3, 4]
     assert parts == whole
     for name in ("model.safetensors", "tokenizer.json", "checkpoint-2/trainer_state.json"):
-        assert (tmp_path / "parts" / name).exists(), name
+        assert (stock_runs / "parts" / name).exists(), name
+
+
+# What Slurm does for two_nodes.sbatch: the same command on both machines, which here are one host.
+SRUN = """#!/bin/bash
+[[ $SLURM_CPUS_ON_NODE && " $* " == *" --kill-on-bad-exit=1 "* ]] || exit 2
+while [[ $1 == --* ]]; do shift; done
+for node in 0 1; do SLURM_NODEID=$node "$@" & started+=($!); done
+for task in "${started[@]}"; do wait -n "${started[@]}" || { kill "${started[@]}"; wait; exit 1; }; done
+"""
+SCONTROL = """#!/bin/bash
+[[ $* == "show hostnames 127.0.0.[1-2]" ]] && printf '127.0.0.%d\\n' 1 2
+"""
+
+
+def end_with_descendants(process: subprocess.Popen[str]) -> None:
+    """A launcher puts what it starts in sessions of their own, which a signal to its group does not reach."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for descendant in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                descendant.kill()
+    process.kill()
+
+
+def test_two_machines_train_as_one(small_run: list[str], stock_runs: Path, tmp_path: Path) -> None:
+    """The batch script itself, of two launches that find each other, each with one process of a sequence's two."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = yaml.safe_load((RECIPES / "two_nodes.yaml").read_text())
+    launch |= {"num_processes": 2, "main_process_port": port, "mixed_precision": "no"}
+    sizes = {"parallelism_config_dp_shard_size": 1, "parallelism_config_cp_size": 2}
+    launch["parallelism_config"] |= sizes
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(launch))
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "LAUNCH": str(tmp_path / "launch.yaml"),
+        "SLURM_JOB_NODELIST": "127.0.0.[1-2]",
+        "SLURM_CPUS_ON_NODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    options = ["--gdn_backend", "eager", "--max_steps", "2", "--ddp_timeout", "120", "--save_strategy", "no"]
+    command = ["bash", RECIPES / "two_nodes.sbatch", RECIPES / "sft.py", *small_run, *options, "--output_dir", tmp_path]
+    with (tmp_path / "output").open("w+") as output:
+        job = subprocess.Popen(command, env=environment, stdout=output, stderr=output, text=True)
+        try:
+            code = job.wait(timeout=300)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_with_descendants(job)
+            job.wait()
+    assert code == 0, f"exit code {code}\n{(tmp_path / 'output').read_text()[-6000:]}"
+    expected = demo.read_steps(stock_runs / "whole")[:2]
+    found = demo.read_steps(tmp_path)
+    assert [step for step, _, _ in found] == [1, 2]
+    for (_, loss, norm), (_, stock_loss, stock_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(stock_loss, rel=1e-5)
+        assert norm == pytest.approx(stock_norm, rel=1e-4)
+
+
+def test_accelerate_loop_on_two_processes_equals_one(text_file: Path, tokenizer_folder: Path, tmp_path: Path) -> None:
+    options = [
+        *("--model", "tiny", "--tokenizer", tokenizer_folder, "--dataset", text_file, "--seq_len", "33"),
+        *("--batch_size", "2", "--accumulation", "2", "--max_steps", "3", "--warmup_steps", "1"),
+        *("--learning_rate", "1e-3", "--max_grad_norm", "0.25", "--gdn_backend", "eager"),
+    ]
+    reports = []
+    for ranks in (1, 2):
+        arguments = [*options, "--cp_size", ranks, "--output_dir", tmp_path / str(ranks)]
+        printed = run_script(RECIPES / "accelerate_loop.py", *map(str, arguments), ranks=ranks, timeout=300)
+        lines = re.findall(r"^step (\d): loss (\S+), grad_norm (\S+), rate (\S+)$", printed, re.MULTILINE)
+        reports.append([tuple(map(float, line)) for line in lines])
+    one, two = reports
+    assert [(step, rate) for step, _, _, rate in one] == [(1, 0.0), (2, 1e-3), (3, 5e-4)]
+    for expected, found in zip(one, two, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+        assert expected[2] > 0.25
+    assert one[-1][1] < one[0][1]
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "1").state_dict()
+    shared = AutoModelForCausalLM.from_pretrained(tmp_path / "2").state_dict()
+    assert set(stock) == set(shared)
+    assert all((shared[name] - weight).norm() <= 1e-4 * weight.norm() for name, weight in stock.items())
+
+
+def test_trl_packs_what_one_process_pads(tokenizer_folder: Path, texts: list[str], tmp_path: Path) -> None:
+    """Prompts and completions in one row over two processes, and in padded rows to the stock model on one."""
+    rows = [{"prompt": text[:40], "completion": text[40 : 120 + 20 * (i % 3)]} for i, text in enumerate(texts)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = [
+        *("--model", "tiny", "--tokenizer", tokenizer_folder, "--dataset", path, "--gdn_backend", "eager"),
+        *("--per_device_train_batch_size", "3", "--max_steps", "2", "--learning_rate", "1e-3", "--report_to", "none"),
+        *("--logging_steps", "1", "--lr_scheduler_type", "constant", "--save_strategy", "no", "--output_dir"),
+    ]
+    stock = [*common, tmp_path / "stock", "--no_patch", "--padding_free", "false", "--bf16", "false"]
+    shared = [*common, tmp_path / "shared", "--bf16", "false"]
+    run_script(RECIPES / "sft_trl.py", *map(str, stock), timeout=300)
+    launch = FSDP2 | sizes_environment(Layout("fsdp2", cp=2))
+    run_script(RECIPES / "sft_trl.py", *map(str, shared), ranks=2, environment=launch, timeout=300)
+    expected, found = demo.read_steps(tmp_path / "stock"), demo.read_steps(tmp_path / "shared")
+    assert [step for step, _, _ in expected] == [1, 2]
+    for (_, loss, norm), (_, stock_loss, stock_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(stock_loss, rel=1e-5)
+        assert norm == pytest.approx(stock_norm, rel=1e-4)
 
 
 def test_adapters_are_trained_merged_and_evaluated(
