@@ -53,7 +53,7 @@ def against_reference(
     inputs: dict[str, Tensor] = {"input_ids": token_ids(1000)}
     if packed:
         inputs["input_ids"] = inputs["input_ids"][:1]
-        lengths = torch.tensor(DOCUMENTS).diff()
+        lengths = torch.tensor(DOCUMENTS).diff().tolist()
         inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None].cuda()
     model = model_of(backend, dtype)
     settings: dict[str, Any] = {"cp_group": dist.group.WORLD}

@@ -141,7 +141,8 @@ def triton_errors(dtype: torch.dtype, device: str) -> dict[str, float]:
     for smoothing, with_bias, step in ((0.0, False, None), (0.1, True, 7)):
         leaves, targets = inputs(dtype, with_bias, device), some_targets().to(device)
         found = linear_cross_entropy_sum(
-            *leaves[:2],
+            leaves[0],
+            leaves[1],
             targets,
             bias=leaves[2] if with_bias else None,
             label_smoothing=smoothing,
@@ -153,13 +154,13 @@ def triton_errors(dtype: torch.dtype, device: str) -> dict[str, float]:
         pairs = zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, exact), strict=True)
         worst = [relative_error(found, expected), *(relative_error(x, y) for x, y in pairs)]
         errors[f"smoothing {smoothing}, bias {with_bias}, {step} tokens"] = max(worst)
-    leaves, targets = inputs(dtype, False, device), some_targets().to(device)
+    (hidden, weight), targets = inputs(dtype, False, device), some_targets().to(device)
     with torch.no_grad():
-        alone = linear_cross_entropy_sum(*leaves, targets, backend="triton")
-        errors["no gradient"] = relative_error(alone, plain([x.double() for x in leaves], targets, 0.0))
-        ignored = linear_cross_entropy_sum(*leaves, torch.full_like(targets, -100), backend="triton")
+        alone = linear_cross_entropy_sum(hidden, weight, targets, backend="triton")
+        errors["no gradient"] = relative_error(alone, plain([hidden.double(), weight.double()], targets, 0.0))
+        ignored = linear_cross_entropy_sum(hidden, weight, torch.full_like(targets, -100), backend="triton")
         errors["no target"] = float(ignored)
-        outside = linear_cross_entropy_sum(*leaves, torch.full_like(targets, VOCAB), backend="triton")
+        outside = linear_cross_entropy_sum(hidden, weight, torch.full_like(targets, VOCAB), backend="triton")
         errors["a target outside the vocabulary"] = 0.0 if torch.isnan(outside) else 1.0
     return errors
 
