@@ -163,10 +163,10 @@ def gated_delta_net(module: Any, hidden_states: torch.Tensor, cp: CpContext) -> 
     family = type(module).hf_cp_family
     check(module, (*family.project_to_heads.names, "out_proj"))
     b, a = family.project_to_heads.narrow(module, hidden_states)
+    refuse(backend, unserved_reason(backend, dtype=b.dtype))
     g, beta = layer.gates(a, b, module.A_log, module.dt_bias, backend=backend)
     gates = start_exchange_sequence_to_heads([g, beta], cp.mesh)
     q, k, v, z = family.project_to_heads.wide(module, hidden_states, _computed, fused.backend)
-    refuse(backend, unserved_reason(backend, dtype=q.dtype))
     r, W = cp.mesh.cp_rank, cp.mesh.cp_size
     weights = module.conv1d.weight.squeeze(1).split((module.key_dim, module.key_dim, module.value_dim))
     q, k, v = (
