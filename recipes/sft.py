@@ -134,13 +134,18 @@ def lora_config(rank: int) -> Any:
     return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
+def data_source(dataset: str, split: str, config: str | None = None) -> dict[str, Any]:
+    """What `load_dataset` takes: a local file is a data set of one split."""
+    file_format = LOCAL_FORMATS.get(Path(dataset).suffix)
+    if file_format:
+        return {"path": file_format, "data_files": dataset, "split": "train"}
+    return {"path": dataset, "name": config, "split": split}
+
+
 def load_windows(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset | IterableDataset:
     """Token windows of `seq_len`: the texts one after the other, an end-of-text token after each, cut where full."""
-    file_format = LOCAL_FORMATS.get(Path(args.dataset).suffix)
-    source: dict[str, Any] = {"path": args.dataset, "name": args.dataset_config, "split": args.split}
-    if file_format:
-        source = {"path": file_format, "data_files": args.dataset, "split": "train"}
-    if file_format == "text":
+    source = data_source(args.dataset, args.split, args.dataset_config)
+    if LOCAL_FORMATS.get(Path(args.dataset).suffix) == "text":
         source["sample_by"] = "document"  # the file is one text, not one a line
     texts: Any = load_dataset(**source, streaming=args.streaming)
     # Some formats only know their columns once they are read.

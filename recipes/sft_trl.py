@@ -11,12 +11,10 @@ without padding between them, and none sees another. TRL refuses `packing` besid
 import os
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import load_dataset
-from sft import LOCAL_FORMATS, ModelArguments, load_model, lora_config, parse
+from sft import ModelArguments, data_source, load_model, lora_config, parse
 from transformers import AutoTokenizer, set_seed
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
@@ -40,10 +38,6 @@ def main(argv: list[str]) -> None:
     set_seed(training_args.seed)
     tokenizer = AutoTokenizer.from_pretrained(model_args.tokenizer or model_args.model)
     model = load_model(model_args, tokenizer)
-    file_format = LOCAL_FORMATS.get(Path(data_args.dataset).suffix)
-    source: dict[str, Any] = {"path": data_args.dataset, "split": data_args.split}
-    if file_format:
-        source = {"path": file_format, "data_files": data_args.dataset, "split": "train"}
 
     if model_args.patch:
         import hf_cp
@@ -59,7 +53,7 @@ def main(argv: list[str]) -> None:
     trainer = SFTTrainer(
         model=model,
         args=training_args,
-        train_dataset=load_dataset(**source),
+        train_dataset=load_dataset(**data_source(data_args.dataset, data_args.split)),
         processing_class=tokenizer,
         peft_config=lora_config(model_args.lora_rank) if model_args.lora_rank else None,
     )
