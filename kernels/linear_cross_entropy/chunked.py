@@ -80,7 +80,7 @@ class _Rule(NamedTuple):
     backend: str
 
     def tokens_at_a_time(self, vocab: int, logits: torch.dtype, accumulation: torch.dtype) -> int:
-        if self.chunk_tokens is not None:
+        if self.chunk_tokens:
             return self.chunk_tokens
         if self.backend == "torch":
             return max(1, CHUNK_BYTES // (vocab * accumulation.itemsize))
