@@ -1,0 +1,754 @@
+"""The table ``trajectory``: training over several ranks, step by step beside the same training on one device.
+
+    torchrun --nproc-per-node 4 -m hf_cp.bench_trajectory --steps 100 --linear-mode p2p,ulysses --out FOLDER
+    python -m hf_cp.bench_trajectory --steps 100 --out FOLDER    # the one device alone, for --reference
+
+All processes share one sequence; FSDP2 over the same processes holds the weights. Both sides start from the same random
+weights and take the same steps: AdamW at 1e-4, weight decay 0.01, clipping at 1, one window of a memory-mapped token
+file a step, whose last tokens are padding on most steps. Rank 0 trains the one device first, while the others wait, or
+reads it from --reference.
+
+Errors are absolute and relative differences of the loss and of the gradient norm before clipping, which both sides sum
+in fp64. Growth is that of the memory allocated on the device, or resident on a CPU, from step 5 to the last.
+
+Processes may share a card; what they then exchange goes through gloo. FSDP2 would work so as well, but gloo carries its
+messages through host memory, and its reduce-scatter is an all-reduce. So the weights are whole on every process
+there, and gradients are averaged in each other's memory (--gradients shared).
+
+The status is 1 where a bound is exceeded, a number is not finite, or --deterministic runs differ that should not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import math
+import os
+import pickle
+import statistics
+import sys
+import sysconfig
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from . import report
+from .bench_step import make_model
+from .config import PatchConfig
+from .entry import fingerprint
+from .loss import IGNORE_INDEX
+from .patch import average_gradients, patch
+from .planning.shape import FULL, LINEAR, ModelShape
+
+LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
+TIMEOUT = timedelta(hours=1)
+# Memory is compared from here on: before, the optimizer makes its states and allocators settle.
+SETTLED_STEPS = 5
+TOKEN = np.dtype("<u2")
+_LAYERS = (LINEAR, LINEAR, LINEAR, FULL)
+# Tokens are bytes. Attention heads of "four" are those of the published model with these Gated DeltaNet heads.
+SHAPES = {
+    "four": ModelShape(_LAYERS, 2048, 256, 6144, 16, 2, 256, 16, 32, 128, 128, 4, tied=False),
+    "tiny": ModelShape(_LAYERS, 64, 256, 96, 8, 2, 32, 4, 8, 16, 16, 4, tied=False),
+}
+GRADIENTS = ("fsdp", "shared", "all-reduce")
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cuda": {"shape": "four", "precision": "bf16", "tokens": 4096, "gdn_backend": "triton"},
+    "cpu": {"shape": "tiny", "precision": "fp32", "tokens": 256, "gdn_backend": "eager"},
+}
+# Of the relative errors, where weights or computation are in 16 bits, and in fp32.
+BOUNDS = {"bound_loss": (3.8e-4, 1e-5), "bound_norm": (4e-3, 1e-5)}
+COLUMNS = (
+    *("ranks", "linear", "attention", "checkpointing", "run", "steps"),
+    *("max loss rel", "mean loss rel", "max loss abs", "mean loss abs"),
+    *("max norm rel", "mean norm rel", "max norm abs", "mean norm abs"),
+    *("loss rel, first tenth", "loss rel, last tenth", "not finite", "growth MiB", "step ms", "bitwise"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run over the ranks of a group, or on one device (``group`` is ``None``).
+
+    Args:
+        precision: ``"fp32"``; ``"bf16"``, weights and optimizer states in bf16 too; ``"mixed"``, fp32 weights computed
+            with in bf16.
+        backend: a ``gdn_backend``, or ``"stock"`` for the model as transformers has it.
+        gradients: one of `GRADIENTS`.
+    """
+
+    shape: str
+    precision: str
+    steps: int
+    backend: str
+    device: torch.device
+    linear_mode: str = "p2p"
+    attention_mode: str = "ulysses"
+    checkpointing: bool = False
+    group: dist.ProcessGroup | None = None
+    gradients: str = "all-reduce"
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.float32 if self.precision == "fp32" else torch.bfloat16
+
+
+@dataclass
+class Curve:
+    """What a run gave, the same on every rank.
+
+    Args:
+        losses, norms: of every step. windows: checksum of the tokens of every step.
+        weights: hashes of every rank's part of the weights at the end.
+        growth: bytes of memory, of the rank where it grew most; ``None`` where it cannot be read.
+        seconds: median of a step.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    windows: list[int]
+    weights: list[int]
+    growth: int | None
+    seconds: float
+
+
+# Data.
+
+
+def make_token_file(path: Path, count: int) -> None:
+    """Write ``count`` tokens of real text, the bytes of the sources of Python's standard library, as 16-bit numbers.
+
+    Raises:
+        ValueError: the library holds less.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    with path.open("wb") as file:
+        for source in sorted(folder.rglob("*.py")):
+            if "site-packages" not in source.parts and "dist-packages" not in source.parts:
+                data = np.frombuffer(source.read_bytes(), np.uint8)[:count].astype(TOKEN)
+                file.write(data.tobytes())
+                count -= len(data)
+                if not count:
+                    return
+    raise ValueError(
+        f"the text lacks {count} tokens: give fewer --steps or --tokens, or a file of your own with --data"
+    )
+
+
+class Windows:
+    """The windows of a token file, one a step.
+
+    Args:
+        path: 16-bit little-endian token ids. It is mapped into memory, not read.
+        length: tokens of a window.
+
+    Raises:
+        ValueError: fewer than ``steps`` windows, or a token beyond the vocabulary.
+    """
+
+    def __init__(self, path: Path, length: int, steps: int, vocab: int) -> None:
+        tokens = np.memmap(path, TOKEN, "r") if path.stat().st_size else np.empty(0, TOKEN)
+        if len(tokens) < steps * length:
+            raise ValueError(
+                f"--data {path} holds {len(tokens) // length} windows of {length} tokens: give at most so many --steps"
+            )
+        self._windows = tokens[: steps * length].reshape(steps, length)
+        largest = int(self._windows.max())
+        if largest >= vocab:
+            raise ValueError(f"--data {path} has token {largest}: the vocabulary is {vocab}; tokenise by bytes")
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def checksum(self, step: int) -> int:
+        return zlib.crc32(self._windows[step].tobytes())
+
+    def batch(self, step: int, device: torch.device) -> dict[str, Tensor]:
+        """Ids, labels and mask ``[1, T]``; up to an eighth of a window, another length each step, is padding."""
+        ids = torch.from_numpy(self._windows[step].astype(np.int64))[None].to(device)
+        length = ids.shape[1]
+        mask = torch.ones_like(ids)
+        mask[:, length - 37 * step % (length // 8 + 1) :] = 0
+        return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX), "attention_mask": mask}
+
+
+# Weights.
+
+
+class SharedMean:
+    """Averages gradients of processes on one machine in each other's memory: on one card, by CUDA IPC.
+
+    Collective, as is each mean. Sums in fp32 in the order of ranks, so that it can be repeated bit by bit.
+    Made once a process: memory that others have opened cannot be given back while they have.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> None:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        self._group, self._device = group, device
+        part = -(-count // ranks)
+        self._part = slice(rank * part, (rank + 1) * part)
+        self.flat = torch.zeros(ranks * part, dtype=dtype, device=device)
+        self._mean = torch.zeros(part, dtype=torch.float32, device=device)
+        if device.type == "cpu":
+            # The other strategy hands over file descriptors, which needs more than bytes.
+            torch.multiprocessing.set_sharing_strategy("file_system")
+        handles: list[Any] = [None] * ranks
+        dist.all_gather_object(handles, bytes(ForkingPickler.dumps((self.flat, self._mean))), group=group)
+        opened = [(self.flat, self._mean) if r == rank else pickle.loads(data) for r, data in enumerate(handles)]
+        self._flats, self._means = zip(*opened, strict=True)
+
+    def into(self, out: Tensor) -> None:
+        """Write the mean of all ranks' `flat` to ``out``, of the same length."""
+        self._meet()
+        total = self._flats[0][self._part].float()
+        for flat in self._flats[1:]:
+            total += flat[self._part]
+        self._mean.copy_(total.div_(len(self._flats)))
+        self._meet()
+        torch.cat(self._means, out=out) if out.dtype == torch.float32 else out.copy_(torch.cat(self._means))
+
+    def _meet(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier(self._group)
+
+
+def _cut(flat: Tensor, parameters: Sequence[Any]) -> list[Tensor]:
+    """Views of a buffer with the shapes of parameters, one after the other."""
+    sizes = [p.numel() for p in parameters]
+    return [part.view_as(p) for part, p in zip(flat[: sum(sizes)].split(sizes), parameters, strict=True)]
+
+
+class _Weights:
+    """What the optimizer trains, and how gradients get there and weights back."""
+
+    def __init__(self, model: Any, case: Case, shared: SharedMean | None) -> None:
+        self._model, self._case, self._shared = model, case, shared
+        if case.gradients == "fsdp" and case.group is not None:
+            _shard(model, case, case.group)
+            self.trained: list[Any] = list(model.parameters())
+            return
+        self._computed = list(model.parameters())
+        self.trained = self._computed
+        if case.precision == "mixed":
+            self.trained = [torch.nn.Parameter(p.detach().clone()) for p in self._computed]
+        for p in self._computed:
+            p.data = p.data.to(case.compute_dtype)
+        if shared is not None:
+            self._mean = torch.empty_like(shared.flat, dtype=torch.float32) if self._mixed else shared.flat
+
+    @property
+    def _mixed(self) -> bool:
+        return self._case.precision == "mixed" and not self.sharded
+
+    @property
+    def sharded(self) -> bool:
+        return self._case.gradients == "fsdp" and self._case.group is not None
+
+    def before_backward(self) -> None:
+        if self._shared is not None:
+            self._shared.flat.zero_()
+            for p, view in zip(self._computed, _cut(self._shared.flat, self._computed), strict=True):
+                p.grad = view
+
+    def gradients(self) -> list[Tensor]:
+        """Of the whole batch, what lies here of them; the optimizer sees the same memory."""
+        case = self._case
+        if self.sharded:
+            return [p.grad.to_local() for p in self.trained]
+        if self._shared is not None:
+            self._shared.into(self._mean)
+            if self._mixed:
+                for p, view in zip(self.trained, _cut(self._mean, self.trained), strict=True):
+                    p.grad = view
+        else:
+            if case.group is not None:
+                average_gradients(self._model)
+            if self._mixed:
+                for p, computed in zip(self.trained, self._computed, strict=True):
+                    p.grad = computed.grad.float()
+        return [p.grad for p in self.trained]
+
+    def after_step(self) -> None:
+        for p in self.trained:
+            p.grad = None
+        if not self.sharded:
+            with torch.no_grad():
+                for p, computed in zip(self.trained, self._computed, strict=True):
+                    computed.grad = None
+                    if self._mixed:
+                        computed.copy_(p)
+
+    def hashes(self) -> list[int]:
+        """Of every rank's part."""
+        parts = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in self.trained]
+        total = torch.stack([fingerprint(part) * (2 * i + 1) for i, part in enumerate(parts)]).sum().item()
+        return [int(x) for x in _from_all(int(total), self._case.group)]
+
+
+def _shard(model: Any, case: Case, group: dist.ProcessGroup) -> None:
+    """FSDP2 over the group, layer by layer; gradients are averaged in fp32."""
+    if case.precision == "bf16":
+        for p in model.parameters():
+            p.data = p.data.bfloat16()
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if case.precision == "mixed" else None, reduce_dtype=torch.float32
+    )
+    mesh = DeviceMesh.from_group(group, case.device.type)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _from_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+# A run.
+
+
+def _clip(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> float:
+    """Clip in place by the norm over all ranks, and return the norm.
+
+    In fp64: torch's own sums in the gradients' dtype, and its norm in bf16 has three digits.
+    """
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+    squares = torch.stack(norms).square().sum()
+    if group is not None:
+        dist.all_reduce(squares, group=group)
+    norm = squares.sqrt().item()
+    if norm > CLIP:
+        for gradient in gradients:
+            gradient.mul_(CLIP / norm)
+    return norm
+
+
+def _allocated(device: torch.device) -> int | None:
+    """Bytes: of the caching allocator, or resident on a CPU (``None`` where the system does not say)."""
+    gc.collect()
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated()
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
+
+
+def train(case: Case, windows: Windows, shared: SharedMean | None = None) -> Curve:
+    """Take the steps of a case, from random weights that are the same on every call. Collective over its group.
+
+    Args:
+        shared: for ``gradients="shared"``.
+    """
+    model = make_model(SHAPES[case.shape], case.device.type, torch.float32)
+    if case.backend != "stock":
+        modes = {"linear_mode": case.linear_mode, "attention_mode": case.attention_mode}
+        patch(model, **modes, gdn_backend=case.backend, cp_group=case.group)
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    weights = _Weights(model, case, shared)
+    optimizer = torch.optim.AdamW(
+        weights.trained, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=case.device.type == "cuda"
+    )
+    losses, norms, seconds, settled = [], [], [], None
+    for step in range(case.steps):
+        started = time.perf_counter()
+        weights.before_backward()
+        loss = model(**windows.batch(step, case.device)).loss
+        loss.backward()
+        gradients = weights.gradients()
+        norms.append(_clip(gradients, case.group if weights.sharded else None))
+        del gradients
+        optimizer.step()
+        weights.after_step()
+        losses.append(loss.item())
+        del loss
+        seconds.append(time.perf_counter() - started)
+        if step + 1 == min(SETTLED_STEPS, case.steps):
+            settled = _allocated(case.device)
+    last = _allocated(case.device)
+    grown = _from_all(None if settled is None or last is None else last - settled, case.group)
+    return Curve(
+        losses,
+        norms,
+        [windows.checksum(step) for step in range(case.steps)],
+        weights.hashes(),
+        None if None in grown else max(grown),
+        statistics.median(seconds),
+    )
+
+
+@contextlib.contextmanager
+def _determinism(wanted: bool) -> Iterator[None]:
+    """torch's deterministic algorithms within; operators that have none raise."""
+    before = torch.get_deterministic_debug_mode()
+    if wanted:
+        # Read when cuBLAS is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+# The table.
+
+
+def _errors(found: Sequence[float], expected: Sequence[float], name: str) -> dict[str, float]:
+    absolute = [abs(a - b) if math.isfinite(a) else math.inf for a, b in zip(found, expected, strict=True)]
+    relative = relative_errors(found, expected)
+    return {
+        f"max {name} rel": max(relative),
+        f"mean {name} rel": statistics.fmean(relative),
+        f"max {name} abs": max(absolute),
+        f"mean {name} abs": statistics.fmean(absolute),
+    }
+
+
+def relative_errors(found: Sequence[float], expected: Sequence[float]) -> list[float]:
+    """Step by step; infinite where a number is not finite."""
+    pairs = zip(found, expected, strict=True)
+    return [abs(a - b) / abs(b) if math.isfinite(a) and math.isfinite(b) else math.inf for a, b in pairs]
+
+
+def summary(curve: Curve, reference: Curve) -> dict[str, Any]:
+    """The columns of the table that come from a curve and the one of one device."""
+    steps = len(curve.losses)
+    relative = relative_errors(curve.losses, reference.losses[:steps])
+    tenth = max(1, steps // 10)
+    numbers = [*curve.losses, *curve.norms]
+    return {
+        "steps": steps,
+        **_errors(curve.losses, reference.losses[:steps], "loss"),
+        **_errors(curve.norms, reference.norms[:steps], "norm"),
+        "loss rel, first tenth": statistics.fmean(relative[:tenth]),
+        "loss rel, last tenth": statistics.fmean(relative[-tenth:]),
+        "not finite": sum(not math.isfinite(x) for x in numbers),
+        "growth MiB": None if curve.growth is None else curve.growth / 2**20,
+        "step ms": 1e3 * curve.seconds,
+    }
+
+
+def difference(a: Curve, b: Curve) -> str | None:
+    """Where two curves first differ in a bit, or ``None``."""
+    for name, found, expected in (("loss", a.losses, b.losses), ("gradient norm", a.norms, b.norms)):
+        for step, (x, y) in enumerate(zip(found, expected, strict=True), start=1):
+            if x != y:
+                return f"{name} of step {step}"
+    return None if a.weights == b.weights else "the weights at the end"
+
+
+def failures(row: dict[str, Any], bound_loss: float, bound_norm: float) -> list[str]:
+    """What a row exceeds."""
+    found = []
+    for name, bound in (("max loss rel", bound_loss), ("max norm rel", bound_norm)):
+        if not row[name] <= bound:
+            found.append(f"{name} {row[name]:.2e} is above {bound:.1e}")
+    if row["not finite"]:
+        found.append(f"{row['not finite']} numbers are not finite")
+    return found
+
+
+def _picture(path: Path, title: str, reference: Curve, runs: dict[str, Curve]) -> None:
+    figure, axes = report.new_figure(10, 5)
+    axes.plot(reference.losses, color="black", linewidth=2, label="loss, one device")
+    errors = axes.twinx()
+    errors.set_yscale("log")
+    for name, curve in runs.items():
+        axes.plot(curve.losses, linewidth=0.8)
+        differences = relative_errors(curve.losses, reference.losses[: len(curve.losses)])
+        errors.plot([x if 0 < x < math.inf else math.nan for x in differences], linewidth=0.6, label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    errors.set_ylabel("relative difference of the loss")
+    axes.legend(loc="upper left", fontsize=7)
+    if runs:
+        errors.legend(loc="upper right", fontsize=7)
+    axes.set_title(title, fontsize=6, wrap=True)
+    report.save(figure, path)
+
+
+def write(
+    folder: Path,
+    conditions: dict[str, Any],
+    settings: dict[str, Any],
+    rows: Sequence[dict[str, Any]],
+    reference: Curve,
+    runs: dict[str, Curve],
+) -> list[Path]:
+    """Write the table (``trajectory``) and the curves (``trajectory_curves``), with pictures where matplotlib is.
+
+    ``trajectory_curves.json`` is what --reference reads.
+    """
+    files = report.write(folder, "trajectory", conditions, rows, ("linear", "checkpointing", "run"), "max loss rel")
+    curves = {"settings": settings, "one device": vars(reference), "runs": {k: vars(v) for k, v in runs.items()}}
+    files.append(folder / "trajectory_curves.json")
+    files[-1].write_text(json.dumps({"conditions": conditions, **curves}) + "\n")
+    if report.find_spec("matplotlib") is not None:
+        files.append(folder / "trajectory_curves.png")
+        _picture(files[-1], report.in_words(conditions), reference, runs)
+    return files
+
+
+def read_reference(path: Path, settings: dict[str, Any], windows: Windows) -> Curve:
+    """The curve of one device from ``trajectory_curves.json``.
+
+    Raises:
+        ValueError: of another model, of other data or too few steps.
+    """
+    try:
+        content = json.loads(path.read_text())
+        curve, found = Curve(**content["one device"]), content["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--reference {path}: {error}; give a trajectory_curves.json of this command") from None
+    for name, value in settings.items():
+        if found.get(name) != value:
+            raise ValueError(f"--reference {path} has {name} {found.get(name)!r}, this run {value!r}: make them equal")
+    if len(curve.losses) < len(windows):
+        raise ValueError(f"--reference {path} has {len(curve.losses)} steps: give at most so many --steps")
+    if curve.windows[: len(windows)] != [windows.checksum(step) for step in range(len(windows))]:
+        raise ValueError(f"--reference {path} was trained on other tokens: give its --data and --tokens")
+    return curve
+
+
+# The command.
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="four on cuda, tiny on cpu")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "mixed"), help="bf16 on cuda, fp32 on cpu")
+    parser.add_argument("--tokens", type=int, help="of a window, over all ranks: 4096 on cuda, 256 on cpu")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--linear-mode", default="p2p", help="one or several, with commas")
+    parser.add_argument("--attention-mode", default="ulysses", help="one or several, with commas")
+    parser.add_argument("--checkpointing", default="off", help="off, full or off,full")
+    parser.add_argument("--gdn-backend", help="triton on cuda, eager on cpu")
+    parser.add_argument("--one-device", choices=("patched", "stock"), default="patched", help="what one device runs")
+    parser.add_argument("--gradients", choices=GRADIENTS, help="fsdp; shared where ranks share a card")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="16-bit token ids; without it, Python's own sources")
+    parser.add_argument("--reference", type=Path, metavar="FILE", help="trajectory_curves.json with the one device")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each setting, which are compared bit by bit")
+    parser.add_argument("--deterministic", action="store_true", help="torch's deterministic algorithms")
+    parser.add_argument("--bound-loss", type=float, help="of the relative error: 3.8e-4, in fp32 1e-5")
+    parser.add_argument("--bound-norm", type=float, help="of the relative error: 4e-3, in fp32 1e-5")
+    parser.add_argument("--out", type=Path, metavar="FOLDER")
+
+
+@contextlib.contextmanager
+def _joined(device: str) -> Iterator[tuple[dist.ProcessGroup | None, torch.device, bool]]:
+    """The group of all processes that a launcher started (``None`` for one), this one's device, and whether ranks
+    share a card."""
+    ranks, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    shares, found = False, torch.device(device)
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("--device cuda: PyTorch sees no CUDA GPU; give --device cpu, or see hf-cp doctor")
+        cards = torch.cuda.device_count()
+        shares = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > cards
+        found = torch.device("cuda", local % cards)
+        torch.cuda.set_device(found)
+    if ranks == 1:
+        yield None, found, shares
+        return
+    ours = not dist.is_initialized()
+    if ours:
+        # NCCL takes one process a card. Objects, and the wait for rank 0, go through gloo.
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" and not shares else "gloo"
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    try:
+        yield dist.group.WORLD, found, shares
+    finally:
+        if ours:
+            dist.destroy_process_group()
+
+
+def _on_rank_0(make: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """What ``make`` gives on rank 0, on every rank; where it raises a `ValueError`, all ranks raise it."""
+    outcome: list[Any] = [None, None]
+    if group is None or dist.get_rank(group) == 0:
+        try:
+            outcome[0] = make()
+        except ValueError as error:
+            outcome[1] = str(error)
+    if group is not None:
+        dist.broadcast_object_list(outcome, src=0, group=group)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]
+
+
+def _listed(option: str, given: str, allowed: Sequence[str]) -> list[str]:
+    names = given.split(",")
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"{option} has {name!r}: give some of {', '.join(allowed)}")
+    return names
+
+
+def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Train, print the table on rank 0, row by row, and write it; 1 where a bound is exceeded.
+
+    Raises:
+        ValueError: an option or its file; the same on every rank.
+    """
+    for name, value in DEFAULTS[arguments.device].items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    for name, values in BOUNDS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, values[arguments.precision == "fp32"])
+    for name in ("steps", "tokens", "repeat"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name} {getattr(arguments, name)}: give at least 1")
+    linear = _listed("--linear-mode", arguments.linear_mode, PatchConfig.CHOICES["linear_mode"])
+    attention = _listed("--attention-mode", arguments.attention_mode, PatchConfig.CHOICES["attention_mode"])
+    checkpointing = _listed("--checkpointing", arguments.checkpointing, ("off", "full"))
+    _listed("--gdn-backend", arguments.gdn_backend, PatchConfig.CHOICES["gdn_backend"])
+    with (
+        _joined(arguments.device) as (group, device, shares),
+        tempfile.TemporaryDirectory() as folder,
+        _determinism(arguments.deterministic),
+    ):
+        gradients = arguments.gradients or ("shared" if shares else "fsdp")
+        settings = {name: getattr(arguments, name) for name in ("shape", "precision", "tokens")}
+        data = Path(_on_rank_0(lambda: str(_token_file(arguments, Path(folder))), group))
+        windows = Windows(data, arguments.tokens, arguments.steps, SHAPES[arguments.shape].vocab)
+        backend = "stock" if arguments.one_device == "stock" else arguments.gdn_backend
+        alone = Case(arguments.shape, arguments.precision, arguments.steps, backend, device)
+
+        def one_device() -> Curve:
+            if arguments.reference is not None:
+                return read_reference(arguments.reference, settings, windows)
+            return train(alone, windows)
+
+        reference: Curve = _on_rank_0(one_device, group)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        table = _Table(arguments, argv, settings, reference, 1 if group is None else dist.get_world_size(group))
+        table.conditions |= {"gradients": gradients} if group is not None else {}
+        if group is not None:
+            count, dtype = SHAPES[arguments.shape].parameters, alone.compute_dtype
+            shared = SharedMean(count, dtype, device, group) if gradients == "shared" else None
+            for modes in itertools.product(linear, attention, checkpointing, range(1, arguments.repeat + 1)):
+                case = Case(
+                    *(arguments.shape, arguments.precision, arguments.steps, arguments.gdn_backend, device),
+                    *(modes[0], modes[1], modes[2] == "full", group, gradients),
+                )
+                table.add(modes, train(case, windows, shared))
+        # A launcher ends all processes when one ends with a failure: that is left to the one that writes.
+        return table.finish() if group is None or dist.get_rank(group) == 0 else 0
+
+
+def _token_file(arguments: argparse.Namespace, folder: Path) -> Path:
+    if arguments.data is None:
+        make_token_file(folder / "tokens.bin", arguments.steps * arguments.tokens)
+        return folder / "tokens.bin"
+    if not arguments.data.is_file():
+        raise ValueError(f"--data {arguments.data} is not a file: give 16-bit token ids, or leave it out")
+    return arguments.data.resolve()
+
+
+class _Table:
+    """The rows so far; every rank has the same, rank 0 prints them."""
+
+    def __init__(
+        self, arguments: argparse.Namespace, argv: Sequence[str], settings: dict[str, Any], one: Curve, ranks: int
+    ) -> None:
+        self._arguments, self._settings, self._reference, self._ranks = arguments, settings, one, ranks
+        self._speaks = ranks == 1 or dist.get_rank() == 0
+        self.conditions = report.conditions(arguments.device) | settings
+        self.conditions |= {
+            "data": "the sources of Python's standard library" if arguments.data is None else str(arguments.data),
+            "backend": arguments.gdn_backend,
+            "one device": arguments.one_device,
+            "deterministic": arguments.deterministic,
+            "command": " ".join(argv),
+        }
+        self._rows: list[dict[str, Any]] = []
+        self._curves: dict[tuple[str, str, str, int], Curve] = {}
+        self._failures: list[str] = []
+
+    def _compare(self, modes: tuple[str, str, str, int], curve: Curve) -> str:
+        """With the first run of the same, and with what was not checkpointed."""
+        linear, attention, checkpointing, number = modes
+        others = {"run 1": (linear, attention, checkpointing, 1)} if number > 1 else {}
+        if checkpointing == "full" and self._arguments.deterministic:
+            others["off"] = (linear, attention, "off", 1)
+        said = []
+        for name, key in others.items():
+            if key in self._curves:
+                where = difference(curve, self._curves[key])
+                said.append(f"equals {name}" if where is None else f"differs from {name} from {where} on")
+                if where is not None and self._arguments.deterministic:
+                    self._failures.append(f"{', '.join(map(str, modes))} {said[-1]}")
+        return "; ".join(said)
+
+    def add(self, modes: tuple[str, str, str, int], curve: Curve) -> None:
+        names = dict(zip(("linear", "attention", "checkpointing", "run"), modes, strict=True))
+        row = {"ranks": self._ranks, **names, **summary(curve, self._reference)}
+        row["bitwise"] = self._compare(modes, curve)
+        what = ", ".join(map(str, modes))
+        bounds = self._arguments.bound_loss, self._arguments.bound_norm
+        self._failures += [f"{what}: {text}" for text in failures(row, *bounds)]
+        if self._speaks:
+            if not self._rows:
+                print(f"{report.in_words(self.conditions)}\n\n{report.header_line(COLUMNS)}")
+            print(report.row_line(row, COLUMNS), flush=True)
+        self._rows.append(row)
+        self._curves[modes] = curve
+
+    def finish(self) -> int:
+        """Say what failed and write the files."""
+        one = self._reference
+        _say(f"one device: {len(one.losses)} steps, loss {one.losses[0]:.4f} to {one.losses[-1]:.4f}")
+        _say(f"one device: gradient norm {min(one.norms):.4f} to {max(one.norms):.4f}, step {1e3 * one.seconds:.0f} ms")
+        if not all(map(math.isfinite, [*one.losses, *one.norms])):
+            self._failures.append("one device: a number is not finite")
+        if self._arguments.out is not None:
+            runs = {", ".join(map(str, modes)): curve for modes, curve in self._curves.items()}
+            for path in write(self._arguments.out, self.conditions, self._settings, self._rows, one, runs):
+                _say(f"wrote {path}")
+        for text in self._failures:
+            _say(text)
+        return 1 if self._failures else 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    try:
+        sys.exit(run(parser.parse_args(), sys.argv[1:]))
+    except ValueError as error:
+        sys.exit(f"hf_cp.bench_trajectory: {error}")
+
+
+if __name__ == "__main__":
+    main()
