@@ -799,7 +799,7 @@ def exchange_vector(values: Sequence[int] | Tensor, mesh: CpMesh) -> list[list[i
     side = _side_stream(device)
     with torch.cuda.stream(side):
         gathered = _send_all_gather(local.pin_memory().to(device, non_blocking=True), mesh).wait()
-        host = torch.empty(gathered.shape, dtype=torch.int64, pin_memory=True)
+        host = torch.empty(gathered.shape, dtype=torch.int64, device="cpu", pin_memory=True)
         host.copy_(gathered, non_blocking=True)
         read = torch.cuda.Event()
         read.record(side)

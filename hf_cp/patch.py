@@ -213,7 +213,8 @@ def _patch_root(root: nn.Module, family: Family, config: PatchConfig) -> None:
             swap_in(module, causal_lm.forward, shared)
             head: Any = module.lm_head
             if stock_class(head) is nn.Linear:
-                swap_in(head, lm_head.forward, {})
+                kernel = "torch" if config.gdn_backend == "eager" else "triton"
+                swap_in(head, lm_head.forward, {"hf_cp_cross_entropy": kernel})
         elif stock in family.token_classifiers + family.sequence_classifiers:
             swap_in(module, classification.forward, shared)
         elif stock in family.multimodal_backbones:

@@ -27,6 +27,9 @@ from hf_cp.kernels.a2a_gemm.workspace import Workspace
 # Ranks of one process: the first launch of a kernel that is loaded late waits for the device, which may be waiting for
 # the rank that is not enqueued yet.
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+# With the default of 8 queues the streams of 8 ranks and autograd's share some, and a rank that waits in one keeps the
+# rank it waits for from starting.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 pytestmark = pytest.mark.gpu(1)
 BF16 = torch.bfloat16
 # One rounding to BF16 of an fp32 sum is 2^-9 at most, about 1.7e-3 in the norm; the order of the sum adds little.

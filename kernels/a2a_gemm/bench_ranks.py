@@ -3,8 +3,9 @@
     torchrun --nproc-per-node W -m hf_cp.kernels.a2a_gemm.bench_ranks [ROW ...] [--json FILE]
 
 The rows are those of `bench`, with W the number of processes. Each is first checked against torch and NCCL; then 10
-warm-up calls and 50 samples, in rounds that alternate between the candidates. Ranks meet before every sample, which is
-the time between two CUDA events; a rank's median is reported, of the slowest rank. TFLOPS count 2LMNK.
+warm-up calls and 50 samples, in rounds that alternate between the candidates. Before every sample the devices meet,
+and everything is enqueued by then: a sample is the time between two CUDA events, without the host's. A rank's median is
+reported, of the slowest rank. TFLOPS count 2LMNK.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from .reference import TorchBackend
 from .workspace import Workspace, cuda_ipc, symmetric_memory
 
 HEAD_DIM = 128
+# The device sleeps while the host enqueues a sample, as a training step keeps it busy: about half a millisecond.
+HEAD_START_CYCLES = 1_000_000
 
 
 class Case:
@@ -101,6 +104,7 @@ def time_all(
 ) -> dict[str, float]:
     """Milliseconds of each candidate: the median of the slowest rank."""
     taken: dict[str, list[float]] = {name: [] for name in candidates}
+    together = torch.zeros(1, device="cuda")
     for turn in range(rounds):
         for name, call in candidates.items():
             for _ in range(warmup if turn == 0 else 2):
@@ -108,6 +112,8 @@ def time_all(
             for _ in range(samples // rounds):
                 dist.barrier()
                 torch.cuda.synchronize()
+                torch.cuda._sleep(HEAD_START_CYCLES)
+                dist.all_reduce(together)
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 start.record()
                 call()

@@ -53,6 +53,21 @@ extern "C" int hf_cp_meeting_bytes() { return sizeof(hf_cp::Meeting); }
 // the runtime that torch told about its device.
 extern "C" int hf_cp_use_device(int device) { return cudaSetDevice(device); }
 
+// Memory that other processes can open: allocated here, so that a handle stands for exactly this.
+extern "C" int hf_cp_ipc_allocate(int device, uint64_t bytes, void** address, cudaIpcMemHandle_t* handle) {
+  int code = cudaSetDevice(device);
+  if (code == cudaSuccess) code = cudaMalloc(address, bytes);
+  if (code == cudaSuccess) code = cudaIpcGetMemHandle(handle, *address);
+  return code;
+}
+
+// Another process's memory, wherever it lies, for kernels of `device`.
+extern "C" int hf_cp_ipc_open(int device, cudaIpcMemHandle_t const* handle, void** address) {
+  int code = cudaSetDevice(device);
+  if (code == cudaSuccess) code = cudaIpcOpenMemHandle(address, *handle, cudaIpcMemLazyEnablePeerAccess);
+  return code;
+}
+
 extern "C" int hf_cp_meet(hf_cp::Meeting const* meeting, void* stream) {
   hf_cp::meet_kernel<<<1, 32, 0, static_cast<cudaStream_t>(stream)>>>(*meeting);
   return cudaGetLastError();

@@ -78,21 +78,49 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def cuda_ipc(nbytes: int, device: torch.device, group: dist.ProcessGroup | None) -> PeerMemory:
-    """Through CUDA IPC handles. Collective."""
+    """Through CUDA IPC handles. Collective. The memory is kept until the process ends: another rank may still read it.
+
+    Raises:
+        RuntimeError: the same on all ranks, where one has no memory or cannot open another's.
+    """
     if group is None or dist.get_world_size(group) == 1:
         return alone(nbytes, device, group)
-    from torch.multiprocessing.reductions import reduce_tensor
+    library = build.load("ranks")
+    own = torch.cuda.current_device() if device.index is None else device.index
+    address, handle = ctypes.c_uint64(), ctypes.create_string_buffer(_IPC_HANDLE_BYTES)
+    code = library.hf_cp_ipc_allocate(own, ctypes.c_uint64(nbytes), ctypes.byref(address), handle)
+    offered = _exchange_or_raise(None if code else handle.raw, f"allocate {nbytes} bytes", code, group)
+    rank, addresses = dist.get_rank(group), []
+    for peer, found in enumerate(offered):
+        opened = ctypes.c_uint64(address.value)
+        if peer != rank and not code:
+            code = library.hf_cp_ipc_open(own, ctypes.create_string_buffer(found, len(found)), ctypes.byref(opened))
+        addresses.append(opened.value)
+    _exchange_or_raise(b"" if not code else None, "open another rank's memory", code, group)
+    return PeerMemory(torch.as_tensor(_Bytes(address.value, nbytes), device=torch.device("cuda", own)), addresses)
 
-    local = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    handles: list[tuple[Callable[..., Tensor], tuple[object, ...]] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(handles, reduce_tensor(local), group=group)
-    rank = dist.get_rank(group)
-    opened = []
-    for peer, handle in enumerate(handles):
-        assert handle is not None
-        rebuild, arguments = handle
-        opened.append(local if peer == rank else rebuild(*arguments))
-    return PeerMemory(local, [buffer.data_ptr() for buffer in opened], opened)
+
+_IPC_HANDLE_BYTES = 64
+
+
+class _Bytes:
+    """Device memory as torch reads it from others: `address`, `nbytes`."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _exchange_or_raise(value: bytes | None, what: str, code: int, group: dist.ProcessGroup) -> list[bytes]:
+    """Every rank's value; where one has none, the same error on all."""
+    found: list[tuple[bytes | None, int]] = [(None, 0)] * dist.get_world_size(group)
+    dist.all_gather_object(found, (value, code), group=group)
+    for rank, (_, error) in enumerate(found):
+        if error:
+            raise RuntimeError(
+                f"rank {rank} could not {what} through CUDA IPC (CUDA error {error}): "
+                f'use projection_backend="torch", or linked GPUs of one host (hf-cp doctor)'
+            )
+    return [one for one, _ in found if one is not None]
 
 
 def alone(nbytes: int, device: torch.device, group: dist.ProcessGroup | None) -> PeerMemory:
@@ -183,7 +211,7 @@ class Workspace:
     def _allocate_flags(self, flag_count: int, timeout_s: float) -> None:
         # Epoch, flag for all, counter, then the flags.
         self._state = torch.zeros(3 + flag_count, dtype=torch.int64, device=self.device)
-        self._report = torch.zeros(5, dtype=torch.int64).pin_memory()
+        self._report = torch.zeros(5, dtype=torch.int64, device="cpu").pin_memory()
         base = self._state.data_ptr()
         timeout_ns = int(timeout_s * 1e9)
         self.flags = Flags(base, base + 24, base + 8, base + 16, self._report.data_ptr(), flag_count, timeout_ns)

@@ -44,6 +44,7 @@ def forward(
         cp_targets.flatten(),
         bias=module.bias,
         label_smoothing=cp_label_smoothing,
+        backend=module.hf_cp_cross_entropy,
     )
 
 
