@@ -1,225 +1,273 @@
-"""Times a complete Gated DeltaNet layer, or a training step, patched and stock, on one device.
+"""Times a complete token mixer, or a training step: patched and stock on one device, mode by mode between ranks.
 
     hf-cp bench [--table layer] [--layer-code triton,stock] [--tokens 8192,32768] [--hidden 2048 --heads 16:32]
     hf-cp bench --table step [--models 0.8B,4B] [--tokens 8192,32768,longest] [--checkpointing off,full]
+    torchrun --nproc-per-node 2 -m hf_cp.bench --table layer [--modes p2p,allgather,ulysses] [--local-tokens 8192,16384]
+    torchrun --nproc-per-node 2 -m hf_cp.bench --table step --models report --layers 4,8 --local-tokens 16384
 
-"triton", "gluon" and "eager" are the model patched with that backend on one rank, "stock" is transformers' own.
+"triton", "gluon" and "eager" are the model patched with that backend, "stock" is transformers' own, on one device only.
 
-layer: projections, convolution, delta rule, gated norm and output projection of Qwen3.5 in bfloat16, random weights.
-Each row: median milliseconds of forward, backward and both of 20 runs after 5 (of 3 after 1 for stock and eager, whose
-torch loops take long), each waited for, and peak MiB beyond weights and inputs.
+layer: projections, convolution, delta rule, gated norm and output projection of Qwen3.5 in bfloat16, random weights; or
+its full attention. Each row: median milliseconds of forward, backward and both of 20 runs after 5 (of 3 after 1 for
+stock and eager, whose torch loops take long), each waited for, and peak MiB beyond weights and inputs.
 
 step: forward, backward, clipping and fused AdamW of a random Qwen3.5 with its whole vocabulary, as many layers as the
 estimate of hf-cp plan lets fit; medians of 10 steps after 3 (of 2 after 1 for stock, eager and very long sequences).
 
+Between ranks, which share one sequence (a GPU each over NCCL, or gloo with --device cpu): ranks meet before every run,
+which counts as long as the slowest rank takes; 20 runs after 5, steps too; memory is the worst rank's. Layers are also
+timed on "one device": every rank by itself, with the tokens of a rank and with those of all. Steps run under FSDP2 over
+the same ranks; where they were timed at several numbers of layers, a line is fitted.
+
 What is further from fp64, in its output or any gradient, than twice stock's own error is not timed. On a CPU, sizes are
-tiny and say nothing about speed. --out FOLDER keeps the table as JSON, Markdown and a picture.
+tiny and say nothing about speed. --out FOLDER keeps the table as JSON, Markdown and a picture; --profile FOLDER one
+more run of each row as a trace a rank, for hf-cp trace.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
-from . import bench_step
+from . import bench_layer, bench_step
+from .bench_layer import ALONE, Variant
+from .bench_ranks import Ranks, choose_device, joined, launched_size
 from .config import PatchConfig
-from .context import CpContext
-from .layout import ShardLayout
-from .mesh import CpMesh
+from .kernels.gdn.backend import check_served
+from .modes import projections
+from .planning.shape import FULL, LINEAR
 from .report import conditions, header_line, in_words, row_line, write
 
-CHECKED_TOKENS = 2048
-COLUMNS = ("layer code", "tokens", "forward ms", "backward ms", "both ms", "peak MiB")
 IMPLEMENTATIONS = ("stock", *PatchConfig.CHOICES["gdn_backend"])
-Layer = Callable[[torch.Tensor], torch.Tensor]
+LAYER_TYPES = {"linear": LINEAR, "full": FULL}
+# Key and value heads with their dim, or query and key/value heads.
+HEADS = {"linear": ("16:32", 128), "full": ("8:2", 256)}
+Emit = Callable[[dict[str, Any]], None]
+Say = Callable[[str], None]
 
 
-def make_model(hidden: int, key_heads: int, value_heads: int, dim: int, device: str) -> Any:
-    """A decoder of one Gated DeltaNet layer in bfloat16, the same weights on every call."""
-    from transformers import Qwen3_5TextConfig, Qwen3_5TextModel
+def _some(name: str, given: str, known: Sequence[str]) -> list[str]:
+    """The parts of an option that lists names.
 
-    config = Qwen3_5TextConfig(
-        vocab_size=8,
-        hidden_size=hidden,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        layer_types=["linear_attention"],
-        linear_num_key_heads=key_heads,
-        linear_num_value_heads=value_heads,
-        linear_key_head_dim=dim,
-        linear_value_head_dim=dim,
-        pad_token_id=None,
-    )
-    torch.manual_seed(0)
-    model: Any = Qwen3_5TextModel(config)
-    return model.to(device, torch.bfloat16)
+    Raises:
+        ValueError: one is not known.
+    """
+    unknown = [part for part in given.split(",") if part not in known]
+    if unknown:
+        raise ValueError(f"--{name} has {unknown[0]!r}: give some of {', '.join(known)}")
+    return given.split(",")
 
 
-def make_layer(name: str, model: Any, tokens: int) -> tuple[Layer, dict[str, torch.nn.Parameter]]:
-    """The layer as a function of ``[1, T, D]``, and its parameters by name."""
-    from .patch import patch
+def _lengths(arguments: argparse.Namespace, size: int, default: str) -> str:
+    """Tokens of whole sequences, from --tokens or --local-tokens.
 
-    layer = model.layers[0].linear_attn
-    parameters = dict(layer.named_parameters())
-    if name == "stock":
-        return layer, parameters
-    patch(model, gdn_backend=name)
-    layout = ShardLayout(tokens, 1, 0)
-    context = CpContext(PatchConfig(gdn_backend=name), CpMesh.single(), layout, layout.one_document())
-    return lambda x: layer(x, cp_context=context), parameters
-
-
-def results(
-    layer: Layer, parameters: dict[str, torch.nn.Parameter], x: torch.Tensor, dy: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Output, and gradients of the input and of all parameters."""
-    y = layer(x)
-    gradients = torch.autograd.grad(y, [x, *parameters.values()], dy)
-    return {"output": y.detach(), **dict(zip(("input", *parameters), gradients, strict=True))}
-
-
-def inputs(tokens: int, hidden: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-    x, dy = (torch.randn(1, tokens, hidden, device=device, generator=generator).bfloat16() for _ in range(2))
-    return x.requires_grad_(), dy
+    Raises:
+        ValueError: both, no numbers, or numbers that the ranks do not divide.
+    """
+    if arguments.local_tokens is not None and arguments.tokens is not None:
+        raise ValueError("--tokens and --local-tokens: give one of the two")
+    local = arguments.local_tokens is not None or (arguments.tokens is None and size > 1)
+    name = "local-tokens" if local else "tokens"
+    given = (arguments.local_tokens if local else arguments.tokens) or default
+    lengths = []
+    for part in given.split(","):
+        if part == "longest" and arguments.table == "step" and not local:
+            lengths.append(part)
+            continue
+        if not part.isdecimal() or int(part) < 1:
+            raise ValueError(f"--{name} has {part!r}: give positive numbers")
+        tokens = int(part) * (size if local else 1)
+        if tokens % size or (size > 1 and tokens < 3 * size):
+            raise ValueError(f"--{name} has {part}: {size} ranks need the same number of tokens each, at least 3")
+        lengths.append(str(tokens))
+    return ",".join(lengths)
 
 
-def errors(name: str, sizes: dict[str, int], device: str) -> dict[str, float]:
-    """Relative L2 distances to fp64 of all results."""
-    tokens = CHECKED_TOKENS if device == "cuda" else 128
-    x, dy = inputs(tokens, sizes["hidden"], device)
-    found = results(*make_layer(name, make_model(**sizes, device=device), tokens), x, dy)
-    exact = make_layer("eager", make_model(**sizes, device=device).double(), tokens)
-    expected = results(*exact, x.detach().double().requires_grad_(), dy.double())
-    return {key: float((found[key].double() - b).norm() / b.norm()) for key, b in expected.items()}
+def _variants(arguments: argparse.Namespace, size: int) -> list[Variant]:
+    """What the command line asks to compute the layer with; for steps the mode is that of linear layers.
+
+    Raises:
+        ValueError: an unknown name, or one that cannot run here.
+    """
+    codes = _some("layer-code", arguments.layer_code or ("triton" if size > 1 else "triton,stock"), IMPLEMENTATIONS)
+    if size == 1:
+        return [Variant(code) for code in codes]
+    if "stock" in codes:
+        raise ValueError("--layer-code has 'stock', which runs on one device only: start it without torchrun")
+    kind = "linear_mode" if arguments.table == "step" or arguments.layer_type == "linear" else "attention_mode"
+    known = PatchConfig.CHOICES[kind]
+    modes = _some("modes", arguments.modes or ",".join(known), known)
+    backends = _some("projection-backend", arguments.projection_backend, PatchConfig.CHOICES["projection_backend"])
+    for code in codes:
+        check_served(code)
+    if "fused" in backends:
+        projections.check_served()
+    return [
+        Variant(code, mode, backend)
+        for code in codes
+        for mode in modes
+        for backend in backends
+        if backend == "torch" or mode == "ulysses"
+    ]
 
 
-def median_ms(function: Callable[[], object], device: str, warm_up: int, repeats: int) -> float:
-    """Of single calls, each waited for."""
-    if device == "cuda":
-        from .kernels.gdn.bench import median_ms as on_gpu
+def _layer_shape(arguments: argparse.Namespace) -> Any:
+    """The layer that is asked for.
 
-        return on_gpu(function, warm_up, repeats)
-    for _ in range(warm_up):
-        function()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        function()
-        times.append(1e3 * (time.perf_counter() - started))
-    return statistics.median(times)
-
-
-def measure(name: str, tokens: int, sizes: dict[str, int], device: str) -> dict[str, Any]:
-    """One row of the table of layers."""
-    layer, parameters = make_layer(name, make_model(**sizes, device=device), tokens)
-    x, dy = inputs(tokens, sizes["hidden"], device)
-    runs = (1, 3) if name in ("stock", "eager") else (5, 20)
-
-    def forward() -> None:
-        with torch.no_grad():
-            layer(x)
-
-    forward_ms = median_ms(forward, device, *runs)
-    both_ms = median_ms(lambda: results(layer, parameters, x, dy), device, *runs)
-    row: dict[str, Any] = {"layer code": name, "tokens": tokens, "forward ms": forward_ms}
-    row |= {"backward ms": both_ms - forward_ms, "both ms": both_ms}
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        results(layer, parameters, x, dy)
-        torch.cuda.synchronize()
-        row["peak MiB"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        torch.cuda.empty_cache()
-    return row
+    Raises:
+        ValueError: heads that are no pair of numbers.
+    """
+    heads, dim = HEADS[arguments.layer_type]
+    given = arguments.heads or heads
+    parts = given.split(":")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--heads {given}: give two numbers, such as {heads}")
+    pair = (int(parts[0]), int(parts[1]))
+    return bench_layer.shape_of(LAYER_TYPES[arguments.layer_type], arguments.hidden, pair, arguments.dim or dim)
 
 
-def _layer_table(arguments: argparse.Namespace, emit: Callable[[dict[str, Any]], None]) -> None:
-    key_heads, value_heads = map(int, arguments.heads.split(":"))
-    sizes = {"hidden": arguments.hidden, "key_heads": key_heads, "value_heads": value_heads, "dim": arguments.dim}
-    stock = errors("stock", sizes, arguments.device)
-    for name in arguments.layer_code.split(","):
-        found = errors(name, sizes, arguments.device)
-        reason = bench_step.refusal(found, stock)
-        if reason is not None:
-            raise ValueError(f"{name} is not timed: {reason}")
-        _say(f"{name} is at most {max(found.values()):.1e} away from fp64, stock {max(stock.values()):.1e}")
-        for tokens in map(int, arguments.tokens.split(",")):
-            emit(measure(name, tokens, sizes, arguments.device))
+def _check_heads(shape: Any, modes: dict[str, str], size: int) -> None:
+    """Raise where Ulysses cannot spread a shape's heads."""
+    asked = {
+        LINEAR: ("linear_mode", (shape.key_heads, shape.value_heads)),
+        FULL: ("attention_mode", (shape.query_heads,)),
+    }
+    for layer_type, (mode, heads) in asked.items():
+        if layer_type in shape.layer_types and modes.get(mode) == "ulysses" and any(n % size for n in heads):
+            shown = "/".join(map(str, heads))
+            raise ValueError(f"{mode}=ulysses: {size} ranks do not divide {shown} heads; choose other modes")
 
 
-def _step_table(arguments: argparse.Namespace, emit: Callable[[dict[str, Any]], None]) -> None:
-    on_gpu = arguments.device == "cuda"
+def _layer_table(arguments: argparse.Namespace, size: int) -> Callable[[Ranks, Emit, Say], None]:
+    """Check what is asked for; the function that measures it."""
+    variants, shape = _variants(arguments, size), _layer_shape(arguments)
+    for variant in variants:
+        _check_heads(shape, variant.settings(shape.layer_types[0]), size)
+    default = "8192,16384,32768" if size > 1 else "8192,32768"
+    lengths = [int(tokens) for tokens in _lengths(arguments, size, default).split(",")]
+
+    def measure(ranks: Ranks, emit: Emit, say: Say) -> None:
+        bench_layer.check(variants, shape, ranks, say)
+        for variant in variants:
+            for tokens in lengths:
+                emit(bench_layer.measure(variant, tokens, shape, ranks, arguments.profile))
+        if size > 1:
+            for code in dict.fromkeys(variant.code for variant in variants):
+                for alone in sorted({*lengths, *(tokens // size for tokens in lengths)}):
+                    emit(bench_layer.measure(Variant(code), alone, shape, ranks, None))
+
+    return measure
+
+
+def _step_table(arguments: argparse.Namespace, size: int) -> Callable[[Ranks, Emit, Say], None]:
+    """Check what is asked for; the function that measures it."""
+    asked: list[tuple[str, dict[str, str]]] = []
+    for variant in _variants(arguments, size):
+        modes = {"linear_mode": variant.mode, "attention_mode": arguments.attention_mode}
+        projection = {"projection_backend": variant.projections}
+        asked.append((variant.code, {} if variant.mode == ALONE else modes | projection))
+    arguments.tokens = _lengths(arguments, size, "8192,16384" if size > 1 else "8192,32768")
+    arguments.precision = arguments.precision or ("mixed" if size > 1 else "bf16")
     # What the estimate may fill: the allocator's fragments need the rest.
-    room = 0.9 * torch.cuda.get_device_properties(0).total_memory if on_gpu else 0.0
-    cases = bench_step.cases(arguments, room)
-    names, implementations = arguments.models.split(","), arguments.layer_code.split(",")
-    bench_step.check(names, implementations, arguments.device, _say)
+    room = 0.0
+    if arguments.device == "cuda":
+        room = 0.9 * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    cases = bench_step.cases(arguments, asked, size, room)
     for case in cases:
-        emit(bench_step.measure(case))
+        _check_heads(case.shape, case.settings, size)
 
+    def measure(ranks: Ranks, emit: Emit, say: Say) -> None:
+        bench_step.check(cases, ranks, say)
+        gc.collect()
+        rows = []
+        for case in cases:
+            rows.append(bench_step.measure(case, ranks, room, arguments.profile))
+            emit(rows[-1])
+        for row in bench_step.fits(rows):
+            emit(row)
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    return measure
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    some = "some of {}".format
     parser.add_argument("--table", choices=("layer", "step"), default="layer")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--layer-code", default="triton,stock", help=f"some of {', '.join(IMPLEMENTATIONS)}")
-    parser.add_argument("--tokens", default="8192,32768", help="lengths; for steps also longest, by the estimate")
+    parser.add_argument("--layer-code", "--gdn-backend", help=some(", ".join(IMPLEMENTATIONS)))
+    parser.add_argument("--tokens", help="lengths of sequences; for steps also longest, by the estimate")
+    parser.add_argument("--local-tokens", help="the same, as tokens of one rank")
+    parser.add_argument("--modes", help=f"between ranks, {some(', '.join(PatchConfig.CHOICES['linear_mode']))}")
+    parser.add_argument("--projection-backend", default="torch", help="between ranks: torch, fused or torch,fused")
+    parser.add_argument("--attention-mode", choices=PatchConfig.CHOICES["attention_mode"], default="ulysses")
+    parser.add_argument("--layer-type", choices=tuple(LAYER_TYPES), default="linear")
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--heads", default="16:32", help="key and value heads")
-    parser.add_argument("--dim", type=int, default=128, help="of a head")
-    parser.add_argument("--models", default="0.8B,4B", help=f"for steps, some of {', '.join(bench_step.SHAPES)}")
-    parser.add_argument("--layers", type=int, help="for steps, at most so many")
+    parser.add_argument("--heads", help="key and value heads, of full attention query and key/value heads")
+    parser.add_argument("--dim", type=int, help="of a head")
+    parser.add_argument("--models", default="0.8B,4B", help=f"for steps, {some(', '.join(bench_step.SHAPES))}")
+    parser.add_argument("--layers", help="for steps, at most so many; 4,8 for a line through both")
+    parser.add_argument("--vocab", type=int, help="for steps, instead of the model's own")
     parser.add_argument("--checkpointing", default="off", help="for steps: off, full or off,full")
-    parser.add_argument("--precision", choices=("mixed", "bf16"), default="bf16", help="for steps, of weights")
+    parser.add_argument("--precision", choices=("mixed", "bf16"), help="for steps, of weights; between ranks mixed")
     parser.add_argument("--out", type=Path, metavar="FOLDER")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER")
+
+
+TABLES = {
+    "layer": (_layer_table, bench_layer.COLUMNS, bench_layer.RANK_COLUMNS),
+    "step": (_step_table, bench_step.COLUMNS, bench_step.RANK_COLUMNS),
+}
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Print the table, row by row.
+    """Print the table, row by row; between ranks the first does.
 
     Raises:
-        ValueError: no GPU where one was asked for, an unknown name, or code that is too far from fp64 to be timed.
+        ValueError: no GPU where one was asked for, an unknown name, or code that is too far from fp64 to be timed; on
+            every rank alike.
     """
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "--device cuda: PyTorch sees no CUDA GPU; run it where there is one (hf-cp doctor), or tiny sizes with "
-            "--device cpu --layer-code eager,stock --tokens 128 --hidden 64 --heads 2:4 --dim 16, or --models tiny"
+            "--device cpu --layer-code eager --tokens 128 --hidden 64 --heads 2:4 --dim 16, or --models tiny"
         )
-    unknown = [name for name in arguments.layer_code.split(",") if name not in IMPLEMENTATIONS]
-    if unknown:
-        raise ValueError(f"--layer-code has {unknown[0]!r}: give some of {', '.join(IMPLEMENTATIONS)}")
+    size, device = launched_size(), choose_device(arguments.device)
+    table, *columns = TABLES[arguments.table]
+    measure, columns = table(arguments, size), columns[size > 1]
     found = conditions(arguments.device) | {"command": f"hf-cp bench {' '.join(argv)}".strip()}
-    columns = COLUMNS if arguments.table == "layer" else bench_step.COLUMNS
+    if size > 1:
+        found["device"] = f"{size} x {found['device']}"
+        if arguments.device == "cuda":
+            found["nccl"] = ".".join(map(str, nccl.version()))
+        found["command"] = f"torchrun --nproc-per-node {size} -m hf_cp.bench {' '.join(argv)}".strip()
     rows: list[dict[str, Any]] = []
+    with joined(device) as ranks:
 
-    def emit(row: dict[str, Any]) -> None:
-        if not rows:
-            print(f"{in_words(found)}\n\n{header_line(columns)}")
-        rows.append(row)
-        print(row_line(row, columns), flush=True)
+        def say(line: str) -> None:
+            if ranks.rank == 0:
+                print(line, file=sys.stderr, flush=True)
 
-    (_layer_table if arguments.table == "layer" else _step_table)(arguments, emit)
-    if arguments.out is not None:
-        label = ("layer code", "tokens")
-        value = "both ms"
-        if arguments.table == "step":
-            label, value = ("model", *label, "checkpointing"), "tokens/s"
-        for path in write(arguments.out, arguments.table, found, rows, label, value):
-            _say(f"wrote {path}")
+        def emit(row: dict[str, Any]) -> None:
+            if ranks.rank > 0:
+                return
+            if not rows:
+                print(f"{in_words(found)}\n\n{header_line(columns)}")
+            rows.append(row)
+            print(row_line(row, columns), flush=True)
+
+        measure(ranks, emit, say)
+        if arguments.out is not None and ranks.rank == 0:
+            label, value = ("layer code", *(("mode", "ranks") if size > 1 else ()), "tokens"), "both ms"
+            if arguments.table == "step":
+                label, value = ("model", "layers", *label, "checkpointing"), "tokens/s"
+            for path in write(arguments.out, arguments.table, found, rows, label, value):
+                say(f"wrote {path}")
     return 0
 
 

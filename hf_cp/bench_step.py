@@ -1,16 +1,25 @@
-"""The table ``step`` of `hf-cp bench`: a training step of a random Qwen3.5, patched and stock, on one device."""
+"""The table ``step`` of `hf-cp bench`: a training step of a random Qwen3.5, on one device or between ranks.
+
+Between ranks, the sequence is spread over all of them, and FSDP2 spreads the parameters over the same ranks, a unit a
+decoder layer and one for the rest, with weights in fp32 computed with and reduced in bf16, as the recipes have it.
+"""
 
 from __future__ import annotations
 
 import gc
 import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from .bench_ranks import Ranks, timed, write_trace
 from .planning.memory import GIB, Training, estimate
 from .planning.shape import FULL, LINEAR, PUBLISHED, ModelShape
 
@@ -18,8 +27,9 @@ CHECKED_TOKENS = 512
 # A step of hundreds of thousands of tokens takes long: shorter ones compile and warm up as well.
 WARM_UP_TOKENS = 32768
 CHECKED_LAYERS = (LINEAR, FULL)
-# Beyond stock's own error: what a loss near 12.4 may differ by in bf16.
-LOSS_SLACK = 1e-3
+# Beyond stock's own error: what a loss near 12.4, and a norm over all gradients, may differ by in bf16.
+NORM = "gradient norm"
+SLACK = {"loss": 1e-3, NORM: 4e-3}
 # For machines without a GPU.
 TINY = ModelShape(
     (LINEAR, LINEAR, LINEAR, FULL),
@@ -36,7 +46,9 @@ TINY = ModelShape(
     taps=4,
     tied=True,
 )
-SHAPES = {"tiny": TINY} | {name: shape for name, shape in PUBLISHED.items() if not shape.experts}
+# The four and eight layers that the tables between ranks are about; what the layers do not fix is as in the 2B model.
+REPORT = replace(PUBLISHED["2B"].with_layers(8), key_heads=16, value_heads=32)
+SHAPES = {"tiny": TINY, "report": REPORT} | {name: shape for name, shape in PUBLISHED.items() if not shape.experts}
 COLUMNS = (
     "model",
     "layers",
@@ -55,6 +67,7 @@ COLUMNS = (
     "estimated GiB",
     "note",
 )
+RANK_COLUMNS = (*COLUMNS[:2], "mode", "ranks", "tokens", "local tokens", *COLUMNS[3:])
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,9 @@ class Case:
 
     Args:
         name: of the model. implementation: ``"stock"``, or a ``gdn_backend`` to patch with.
+        tokens: of the whole sequence.
         precision: as in `Training`. repeats: warm-up steps and timed steps.
+        settings: further arguments of `hf_cp.patch`: modes and projections.
     """
 
     name: str
@@ -72,16 +87,34 @@ class Case:
     tokens: int
     checkpointing: bool
     precision: str
-    device: str
     repeats: tuple[int, int]
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def mode(self) -> str:
+        """Linear and attention mode, and how projections run where they are fused; empty on one device."""
+        modes = "/".join(self.settings[key] for key in ("linear_mode", "attention_mode") if key in self.settings)
+        return f"{modes}, fused" if self.settings.get("projection_backend") == "fused" else modes
+
+    def training(self, ranks: int) -> Training:
+        """What `hf-cp plan` is asked about."""
+        modes: Any = {key: x for key, x in self.settings.items() if key in ("linear_mode", "attention_mode")}
+        return Training(
+            self.tokens,
+            cp_size=ranks,
+            shards=ranks,
+            checkpointing=self.checkpointing,
+            precision=self.precision,
+            **modes,
+        )
 
 
-def make_model(shape: ModelShape, device: str, dtype: torch.dtype) -> Any:
-    """A random Qwen3.5 text model with a head, the same weights on every call."""
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+def text_config(shape: ModelShape) -> Any:
+    """The shape as a config of transformers."""
+    from transformers import Qwen3_5TextConfig
 
     rotary = shape.head_dim // 8  # pairs of a quarter of the head dim
-    config = Qwen3_5TextConfig(
+    return Qwen3_5TextConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
@@ -106,20 +139,42 @@ def make_model(shape: ModelShape, device: str, dtype: torch.dtype) -> Any:
             "mrope_interleaved": True,
         },
     )
+
+
+def make_model(shape: ModelShape, device: str | torch.device, dtype: torch.dtype) -> Any:
+    """A random Qwen3.5 text model with a head, the same weights on every call."""
+    from transformers import Qwen3_5ForCausalLM
+
     torch.manual_seed(0)
     with torch.device(device):
-        model: Any = Qwen3_5ForCausalLM(config)
+        model: Any = Qwen3_5ForCausalLM(text_config(shape))
     return model.to(dtype).train()
 
 
 def prepare(model: Any, implementation: str) -> Any:
-    """The model as it is, or patched."""
+    """The model as it is, or patched for one device."""
     from .patch import patch
 
     return model if implementation == "stock" else patch(model, gdn_backend=implementation)
 
 
-def token_ids(shape: ModelShape, tokens: int, device: str) -> torch.Tensor:
+def spread(model: Any, case: Case, ranks: Ranks) -> Any:
+    """The model patched for these ranks, its parameters sharded over them."""
+    from .patch import patch
+
+    group = ranks.mesh.group
+    assert group is not None
+    patch(model, gdn_backend=case.implementation, cp_group=group, **case.settings)
+    device_mesh = DeviceMesh.from_group(group, ranks.device.type)
+    policy = MixedPrecisionPolicy()
+    if case.precision == "mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=device_mesh, mp_policy=policy)
+    return fully_shard(model, mesh=device_mesh, mp_policy=policy)
+
+
+def token_ids(shape: ModelShape, tokens: int, device: str | torch.device) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(1)
     return torch.randint(0, shape.vocab, (1, tokens), device=device, generator=generator)
 
@@ -127,17 +182,36 @@ def token_ids(shape: ModelShape, tokens: int, device: str) -> torch.Tensor:
 def _loss_and_gradients(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach()} | found
+    found = {"loss": loss.detach()}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            p.grad = None
+    norms = [x.double().norm() for name, x in found.items() if name != "loss"]
+    return found | {NORM: torch.stack(norms).norm()}
 
 
-def errors(shape: ModelShape, implementation: str, device: str, dtype: torch.dtype) -> dict[str, float]:
-    """Relative L2 distance to fp64 of the loss and of every gradient of a short model of these widths."""
+def exact(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Loss, gradients and their norm of a short model of these widths in fp64, its weights rounded to ``dtype``."""
     shape = replace(shape, layer_types=CHECKED_LAYERS)
-    ids = token_ids(shape, CHECKED_TOKENS, device)
-    found = _loss_and_gradients(prepare(make_model(shape, device, dtype), implementation), ids)
-    exact = _loss_and_gradients(prepare(make_model(shape, device, dtype).double(), "eager"), ids)
-    return {name: float((found[name].double() - x).norm() / x.norm()) for name, x in exact.items()}
+    model = prepare(make_model(shape, device, dtype).double(), "eager")
+    return _loss_and_gradients(model, token_ids(shape, CHECKED_TOKENS, device))
+
+
+def errors(case: Case, ranks: Ranks, dtype: torch.dtype, expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative L2 distances to the exact results, the same numbers on every rank. Stock runs on each by itself."""
+    shape = replace(case.shape, layer_types=CHECKED_LAYERS)
+    if ranks.size > 1 and case.implementation != "stock":
+        model = spread(make_model(shape, ranks.device, weights_dtype(case)), case, ranks)
+    else:
+        model = prepare(make_model(shape, ranks.device, dtype), case.implementation)
+    found = _loss_and_gradients(model, token_ids(shape, CHECKED_TOKENS, ranks.device))
+    distances = [float((found[name].double() - x).norm() / x.norm()) for name, x in expected.items()]
+    return dict(zip(expected, ranks.largest(distances), strict=True))
+
+
+def weights_dtype(case: Case) -> torch.dtype:
+    return torch.float32 if case.precision == "mixed" else torch.bfloat16
 
 
 def refusal(found: dict[str, float], stock: dict[str, float]) -> str | None:
@@ -145,107 +219,122 @@ def refusal(found: dict[str, float], stock: dict[str, float]) -> str | None:
 
     Twice stock's own error is allowed; for a gradient, twice the median of stock's where its own happens to be less.
     """
-    floor = statistics.median(error for name, error in stock.items() if name != "loss")
+    floor = statistics.median(error for name, error in stock.items() if name not in SLACK)
     for name, error in found.items():
-        bound = 2 * stock[name] + LOSS_SLACK if name == "loss" else 2 * max(stock[name], floor)
+        bound = 2 * stock[name] + SLACK[name] if name in SLACK else 2 * max(stock[name], floor)
         if not error <= bound:
             return f"{name} is {error:.1e} away from fp64, stock {stock[name]:.1e}, allowed {bound:.1e}"
     return None
 
 
-class _Clock:
-    """Times between marks, on the device's own clock where it has one."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        if self._device == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def milliseconds(self) -> list[float]:
-        """Between neighbouring marks, once the device has got there."""
-        if self._device == "cuda":
-            torch.cuda.synchronize()
-            return [a.elapsed_time(b) for a, b in zip(self._marks, self._marks[1:], strict=False)]
-        return [1e3 * (b - a) for a, b in zip(self._marks, self._marks[1:], strict=False)]
-
-
-def train_step(model: Any, optimizer: Any, ids: torch.Tensor, mixed: bool) -> list[float]:
-    """One step as Trainer takes it. Returns the milliseconds of forward, backward and optimizer."""
-    clock = _Clock(ids.device.type)
-    clock.mark()
+def train_step(model: Any, optimizer: Any, ids: torch.Tensor, mixed: bool, mark: Callable[[], None]) -> None:
+    """One step as Trainer takes it, marked where forward and backward end."""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=mixed):
         loss = model(input_ids=ids, labels=ids).loss
-    clock.mark()
+    mark()
     loss.backward()
-    clock.mark()
+    mark()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    clock.mark()
-    return clock.milliseconds()
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """The row of a case: times, tokens a second, peak memory beside what `hf-cp plan` expects."""
-    training = Training(case.tokens, checkpointing=case.checkpointing, precision=case.precision)
-    row: dict[str, Any] = {
-        "model": case.name,
-        "layers": len(case.shape.layer_types),
-        "tokens": case.tokens,
-        "checkpointing": "full" if case.checkpointing else "off",
-        "layer code": case.implementation,
-    }
+def measure(case: Case, ranks: Ranks, room: float, traces: Path | None) -> dict[str, Any]:
+    """The row of a case: times, tokens a second, peak memory beside what `hf-cp plan` expects.
+
+    On one device, running out of memory is a note in the row. Between ranks, where the others would wait, a step is
+    not tried if the estimate exceeds ``room``.
+    """
+    row: dict[str, Any] = {"model": case.name, "layers": len(case.shape.layer_types)}
+    if ranks.size > 1:
+        row |= {"mode": case.mode, "ranks": ranks.size}
+    row["tokens"] = case.tokens
+    if ranks.size > 1:
+        row["local tokens"] = case.tokens // ranks.size
+    row |= {"checkpointing": "full" if case.checkpointing else "off", "layer code": case.implementation}
     if case.implementation not in ("stock", "eager"):
-        row["estimated GiB"] = estimate(case.shape, training).peak / GIB
+        row["estimated GiB"] = estimate(case.shape, case.training(ranks.size)).peak / GIB
+    if ranks.size > 1 and ranks.device.type == "cuda" and row.get("estimated GiB", 0) * GIB > room:
+        return row | {"note": f"not tried: more than {room / GIB:.0f} GiB by the estimate"}
     out_of_memory = None
     try:
-        row |= _measured(case)
+        row |= _measured(case, ranks, traces)
     except torch.OutOfMemoryError as error:
+        if ranks.size > 1:
+            raise
         out_of_memory = str(error).partition(". GPU")[0]
     if out_of_memory is not None:
         row["note"] = out_of_memory
     gc.collect()
-    if case.device == "cuda":
-        torch.cuda.empty_cache()
+    ranks.forget_peaks()
     return row
 
 
-def _measured(case: Case) -> dict[str, Any]:
-    mixed = case.precision == "mixed"
-    model = prepare(
-        make_model(case.shape, case.device, torch.float32 if mixed else torch.bfloat16), case.implementation
-    )
+def _measured(case: Case, ranks: Ranks, traces: Path | None) -> dict[str, Any]:
+    model = make_model(case.shape, ranks.device, weights_dtype(case))
+    model = spread(model, case, ranks) if ranks.size > 1 else prepare(model, case.implementation)
+    # FSDP's policy does it between ranks.
+    autocast = case.precision == "mixed" and ranks.size == 1
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = token_ids(case.shape, case.tokens, case.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    ids = token_ids(case.shape, case.tokens, ranks.device)
     warm_up, repeats = case.repeats
     for _ in range(warm_up):
-        train_step(model, optimizer, ids[:, :WARM_UP_TOKENS], mixed)
-    if case.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    steps = [train_step(model, optimizer, ids, mixed) for _ in range(repeats)]
-    totals = sorted(map(sum, steps))
-    median = statistics.median(totals)
-    parts = [statistics.median(part) for part in zip(*steps, strict=True)]
+        train_step(model, optimizer, ids[:, : WARM_UP_TOKENS * ranks.size], autocast, lambda: None)
+    ranks.forget_peaks()
+
+    def step(mark: Callable[[], None]) -> None:
+        train_step(model, optimizer, ids, autocast, mark)
+
+    timing = timed(step, ranks, 0, repeats)
     row: dict[str, Any] = {
-        "step ms": median,
-        "min ms": totals[0],
-        "p90 ms": totals[min(len(totals) - 1, round(0.9 * (len(totals) - 1)))],
-        **dict(zip(("forward ms", "backward ms", "optimizer ms"), parts, strict=True)),
-        "tokens/s": round(case.tokens / median * 1e3),
+        "step ms": timing.median,
+        "min ms": timing.least,
+        "p90 ms": timing.p90,
+        **dict(zip(("forward ms", "backward ms", "optimizer ms"), timing.part_medians, strict=True)),
+        "tokens/s": round(case.tokens / timing.median * 1e3),
     }
-    if case.device == "cuda":
-        row["peak GiB"] = torch.cuda.max_memory_allocated() / GIB
-        row["reserved GiB"] = torch.cuda.max_memory_reserved() / GIB
+    if ranks.device.type == "cuda":
+        allocated, reserved = ranks.peaks()
+        row |= {"peak GiB": allocated / GIB, "reserved GiB": reserved / GIB}
+    if traces is not None:
+        parts = ["step", case.name, f"{len(case.shape.layer_types)}layers", case.implementation]
+        parts += [part for part in case.mode.replace(",", "/").replace(" ", "").split("/") if part]
+        parts += [f"{ranks.size}x{case.tokens // ranks.size}", "full" if case.checkpointing else "off"]
+        write_trace(step, ranks, traces, "-".join(parts))
     return row
+
+
+def fit(layers: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
+    """a and b of ``T = a + b x layers``, by least squares.
+
+    Raises:
+        ValueError: fewer than two numbers of layers.
+    """
+    if len(set(layers)) < 2:
+        raise ValueError(f"layers={sorted(set(layers))}: a line needs two numbers of layers")
+    x, t = statistics.fmean(layers), statistics.fmean(times)
+    slope = sum((a - x) * (b - t) for a, b in zip(layers, times, strict=True)) / sum((a - x) ** 2 for a in layers)
+    return t - slope * x, slope
+
+
+def fits(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for every model and setting that was timed at two or more numbers of layers, with the line as its note."""
+    same = ("model", "mode", "ranks", "tokens", "local tokens", "checkpointing", "layer code")
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if "step ms" in row:
+            groups.setdefault(tuple(row.get(key) for key in same), []).append(row)
+    found = []
+    for values, members in groups.items():
+        layers = [row["layers"] for row in members]
+        if len(set(layers)) > 1:
+            constant, slope = fit(layers, [row["step ms"] for row in members])
+            note = f"T = {constant:.2f} ms + {slope:.2f} ms x layers"
+            named = {key: value for key, value in zip(same, values, strict=True) if value is not None}
+            found.append({"model": named.pop("model"), "layers": "fit", **named, "note": note})
+    return found
 
 
 def fitting_layers(shape: ModelShape, training: Training, gpu_bytes: float) -> ModelShape:
@@ -264,57 +353,71 @@ def longest(shape: ModelShape, training: Training, gpu_bytes: float) -> int:
     return tokens
 
 
-def cases(arguments: Any, gpu_bytes: float) -> list[Case]:
+def cases(arguments: Any, variants: Sequence[tuple[str, dict[str, str]]], ranks: int, room: float) -> list[Case]:
     """The rows that the command line asks for; what does not fit by the estimate is cut in layers.
+
+    Args:
+        variants: implementations with further arguments of `hf_cp.patch`.
+        ranks: that share a sequence.
+        room: bytes that the estimate may fill on a GPU; 0 without one.
 
     Raises:
         ValueError: a model or a number that is not known.
     """
     found = []
+    for checkpointing in arguments.checkpointing.split(","):
+        if checkpointing not in ("off", "full"):
+            raise ValueError(f"--checkpointing has {checkpointing!r}: give off, full or off,full")
     for name in arguments.models.split(","):
         if name not in SHAPES:
             raise ValueError(f"--models has {name!r}: give some of {', '.join(SHAPES)}")
-        for tokens in arguments.tokens.split(","):
-            for checkpointing in arguments.checkpointing.split(","):
-                if checkpointing not in ("off", "full"):
-                    raise ValueError(f"--checkpointing has {checkpointing!r}: give off, full or off,full")
-                shape = SHAPES[name].with_layers(arguments.layers or len(SHAPES[name].layer_types))
-                training = Training(8192, checkpointing=checkpointing == "full", precision=arguments.precision)
-                length = longest(shape, training, gpu_bytes) if tokens == "longest" else int(tokens)
-                if arguments.device == "cuda":
-                    shape = fitting_layers(shape, replace(training, seq_len=length), gpu_bytes)
-                for implementation in arguments.layer_code.split(","):
-                    slow = implementation in ("stock", "eager") or length > 2 * WARM_UP_TOKENS
-                    found.append(
-                        Case(
-                            name,
-                            shape,
-                            implementation,
-                            length,
-                            training.checkpointing,
-                            training.precision,
-                            arguments.device,
-                            (1, 2) if slow else (3, 10),
-                        )
-                    )
+    for layers in (arguments.layers or "1").split(","):
+        if not layers.isdecimal() or int(layers) < 1:
+            raise ValueError(f"--layers has {layers!r}: give positive numbers")
+    asked = product(
+        arguments.models.split(","),
+        arguments.tokens.split(","),
+        arguments.checkpointing.split(","),
+        (arguments.layers or "0").split(","),
+        variants,
+    )
+    for name, tokens, checkpointing, layers, (implementation, settings) in asked:
+        shape = SHAPES[name].with_layers(int(layers) or len(SHAPES[name].layer_types))
+        if arguments.vocab:
+            shape = replace(shape, vocab=arguments.vocab)
+        case = Case(name, shape, implementation, 8192, checkpointing == "full", arguments.precision, (3, 10), settings)
+        length = longest(shape, case.training(ranks), room) if tokens == "longest" else int(tokens)
+        case = replace(case, tokens=length)
+        if room:
+            case = replace(case, shape=fitting_layers(shape, case.training(ranks), room))
+        slow = implementation in ("stock", "eager") or length > 2 * WARM_UP_TOKENS * ranks
+        repeats = (5, 20) if ranks > 1 else (3, 10)
+        found.append(replace(case, repeats=(1, 2) if slow else repeats))
     return found
 
 
-def check(names: Sequence[str], implementations: Sequence[str], device: str, say: Any) -> None:
-    """Compare every implementation with fp64 at the widths of every model.
+def check(found: Sequence[Case], ranks: Ranks, say: Callable[[str], None]) -> None:
+    """Compare every implementation and mode with fp64 at the widths of every model.
 
     Raises:
         ValueError: one is further away than stock's own error permits; nothing is timed then.
     """
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    for name in names:
-        stock = errors(SHAPES[name], "stock", device, dtype)
-        for implementation in implementations:
+    dtype = torch.bfloat16 if ranks.device.type == "cuda" or ranks.size > 1 else torch.float32
+    for name in dict.fromkeys(case.name for case in found):
+        different = {(case.implementation, case.mode): case for case in found if case.name == name}
+        sample = next(iter(different.values()))
+        expected = exact(sample.shape, ranks.device, dtype)
+        stock = errors(replace(sample, implementation="stock"), ranks, dtype, expected)
+        for (implementation, mode), case in different.items():
             if implementation == "stock":
                 continue
-            found = errors(SHAPES[name], implementation, device, dtype)
-            reason = refusal(found, stock)
+            measured = errors(case, ranks, dtype, expected)
+            code = f"{implementation}, {mode}" if mode else implementation
+            reason = refusal(measured, stock)
             if reason is not None:
-                raise ValueError(f"{implementation} is not timed: {name}: {reason}")
-            worst, stocks = max(found.values()), max(stock.values())
-            say(f"{name}: {implementation} is at most {worst:.1e} away from fp64, stock {stocks:.1e}")
+                raise ValueError(f"{code} is not timed: {name}: {reason}")
+            worst, stocks = max(measured.values()), max(stock.values())
+            say(
+                f"{name}: {code} is at most {worst:.1e} away from fp64, stock {stocks:.1e}; "
+                f"loss {measured['loss']:.1e}, {NORM} {measured[NORM]:.1e}"
+            )

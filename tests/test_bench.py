@@ -1,20 +1,33 @@
-"""`hf-cp bench` at toy size on the CPU: its tables and files, what it refuses to time, and where there is no GPU."""
+"""`hf-cp bench` at toy size on the CPU: its tables and files, what it refuses to time, and where there is no GPU.
+
+Between ranks the same: two that gloo joins, each of which runs the command.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import math
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hf_cp import bench, bench_step
+from hf_cp import bench, bench_layer, bench_step
+from hf_cp.bench_ranks import Ranks, joined, timed
 from hf_cp.cli import main
 from hf_cp.kernels.gdn import bench as gdn_bench
+from hf_cp.mesh import CpMesh
 from hf_cp.planning.memory import GIB, Training, estimate
 from hf_cp.planning.shape import PUBLISHED
+from hf_cp.testing import CommunicationLog, World
+
+Worlds = Callable[..., World]
 
 CPU = ["bench", "--device", "cpu", "--layer-code", "eager,stock", "--tokens", "32"]
 LAYER = [*CPU, "--hidden", "32", "--heads", "1:2", "--dim", "16"]
@@ -47,14 +60,14 @@ def test_a_layer_that_fails_its_check_is_not_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A layer that is wrong by five percent in bfloat16: no row, one line, a failing status."""
-    right = bench.make_layer
+    right = bench_layer.make_layer
 
-    def make_layer(name: str, model: Any, tokens: int) -> Any:
-        layer, parameters = right(name, model, tokens)
-        wrong = name == "eager" and model.dtype == torch.bfloat16
+    def make_layer(variant: bench_layer.Variant, model: Any, *arguments: Any) -> Any:
+        layer, parameters = right(variant, model, *arguments)
+        wrong = variant.code == "eager" and model.dtype == torch.bfloat16
         return (lambda x: 1.05 * layer(x)) if wrong else layer, parameters
 
-    monkeypatch.setattr(bench, "make_layer", make_layer)
+    monkeypatch.setattr(bench_layer, "make_layer", make_layer)
     assert main(LAYER) == 2
     said = capsys.readouterr()
     assert "hf-cp bench: eager is not timed: output is 5." in said.err
@@ -108,6 +121,9 @@ def test_without_a_gpu_one_line_says_what_to_do(
         ([*LAYER, "--layer-code", "fast"], "--layer-code has 'fast'"),
         ([*STEP, "--models", "13B"], "--models has '13B'"),
         ([*STEP, "--checkpointing", "some"], "--checkpointing has 'some'"),
+        ([*STEP, "--layers", "two"], "--layers has 'two'"),
+        ([*LAYER, "--tokens", "8k"], "--tokens has '8k'"),
+        ([*LAYER, "--heads", "16"], "--heads 16: give two numbers, such as 16:32"),
     ],
 )
 def test_unknown_names(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,3 +139,205 @@ def test_what_fits() -> None:
     length = bench_step.longest(PUBLISHED["0.8B"], training, 120 * GIB)
     assert estimate(PUBLISHED["0.8B"], Training(length)).peak <= 120 * GIB
     assert estimate(PUBLISHED["0.8B"], Training(length + 8192)).peak > 120 * GIB
+
+
+def test_a_line_through_the_layers() -> None:
+    assert bench_step.fit([4, 8], [854.047, 1686.321]) == pytest.approx((21.773, 208.0685))
+    assert bench_step.fit([4, 8, 12], [10, 20, 30]) == pytest.approx((0, 2.5))
+    with pytest.raises(ValueError, match="a line needs two numbers of layers"):
+        bench_step.fit([4, 4], [1.0, 2.0])
+    row = {"model": "report", "mode": "p2p/ulysses", "tokens": 64}
+    rows = [row | {"layers": 4, "step ms": 30.0}, row | {"layers": 8, "step ms": 50.0}]
+    rows += [row | {"mode": "other", "layers": 8, "step ms": 9.0}, row | {"layers": 12, "note": "out of memory"}]
+    assert bench_step.fits(rows) == [row | {"layers": "fit", "note": "T = 10.00 ms + 5.00 ms x layers"}]
+
+
+# Between ranks.
+
+RANKS = ["bench", "--device", "cpu", "--layer-code", "eager"]
+RANKS_LAYER = [*RANKS, "--hidden", "32", "--heads", "2:4", "--dim", "16", "--local-tokens", "16"]
+RANKS_FULL = [*RANKS, "--layer-type", "full", "--hidden", "32", "--heads", "4:2", "--dim", "16", "--tokens", "32"]
+RANKS_STEP = [*RANKS, "--table", "step", "--models", "tiny", "--local-tokens", "16"]
+
+
+def run_command(rank: int, size: int, command: list[str]) -> tuple[int, str, str]:
+    """Exit status, standard output, standard error."""
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        status = main(command)
+    return status, out.getvalue(), error.getvalue()
+
+
+def table_rows(ranks: list[tuple[int, str, str]], folder: Path, name: str) -> list[dict[str, Any]]:
+    """What the first rank wrote; the others may say nothing of it."""
+    assert [status for status, _, _ in ranks] == [0, 0], ranks
+    assert ranks[0][1].startswith(f"2 x CPU, torch {torch.__version__}")
+    assert ranks[1][1] == ""
+    assert "away from fp64" not in ranks[1][2]
+    content = json.loads((folder / f"{name}.json").read_text())
+    assert content["conditions"]["command"].startswith("torchrun --nproc-per-node 2 -m hf_cp.bench --device cpu")
+    printed = [line for line in ranks[0][1].splitlines() if line.startswith("| ")]
+    assert len(printed) == 1 + len(content["rows"])
+    return content["rows"]
+
+
+def test_layers_between_ranks(world: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    traces = tmp_path / "traces"
+    command = [*RANKS_LAYER, "--out", str(tmp_path), "--profile", str(traces)]
+    rows = table_rows(world(2).run(run_command, command), tmp_path, "layer")
+    found = [(row["mode"], row["ranks"], row["tokens"], row["local tokens"]) for row in rows]
+    modes = ["p2p", "allgather", "ulysses"]
+    alone = [("one device", 1, tokens, tokens) for tokens in (16, 32)]
+    assert found == [*((mode, 2, 32, 16) for mode in modes), *alone]
+    for row in rows:
+        assert 0 < row["forward min"] <= row["forward ms"] <= row["forward p90"]
+        assert 0 < row["both min"] <= row["both ms"] <= row["both p90"]
+    assert (tmp_path / "layer.png").stat().st_size > 5_000
+
+    names = [f"layer-eager-{mode}-2x16-rank{rank}.json.gz" for mode in modes for rank in (0, 1)]
+    assert sorted(path.name for path in traces.iterdir()) == sorted(names)
+    for mode in modes:
+        files = [str(path) for path in traces.glob(f"layer-eager-{mode}-*.json.gz")]
+        assert main(["trace", "--json", *files]) == 0
+        table = json.loads(capsys.readouterr().out)
+        mixers = [row for row in table if row["layer"] == "linear_attn.0"]
+        assert [row["rank"] for row in mixers] == [0, 1]
+        assert all(row["communication ms"] > 0 and row["computing ms"] > 0 for row in mixers)
+
+    rows = table_rows(world(2).run(run_command, [*RANKS_FULL, "--out", str(tmp_path)]), tmp_path, "layer")
+    assert [row["mode"] for row in rows] == ["ulysses", "allgather", "one device", "one device"]
+
+
+def test_steps_between_ranks(world: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*RANKS_STEP, "--layers", "2,4", "--checkpointing", "off,full", "--out", str(tmp_path)]
+    ranks = world(2).run(run_command, command)
+    rows = table_rows(ranks, tmp_path, "step")
+    modes = [f"{mode}/ulysses" for mode in ("p2p", "allgather", "ulysses")]
+    assert all(f"tiny: eager, {mode} is at most" in ranks[0][2] for mode in modes)
+    timed = [(row["mode"], row["layers"], row["checkpointing"]) for row in rows if "step ms" in row]
+    wanted = [(mode, layers, kind) for kind in ("off", "full") for layers in (2, 4) for mode in modes]
+    assert timed == wanted
+    for row in rows[: len(timed)]:
+        assert row["tokens"] == 32
+        assert row["tokens/s"] == pytest.approx(32e3 / row["step ms"], abs=1)
+        assert all(row[f"{part} ms"] > 0 for part in ("forward", "backward", "optimizer"))
+    lines = rows[len(timed) :]
+    assert [(row["mode"], row["checkpointing"]) for row in lines] == [(m, k) for k in ("off", "full") for m in modes]
+    assert all("x layers" in row["note"] for row in lines)
+
+    traces = tmp_path / "traces"
+    command = [*RANKS_STEP, "--modes", "p2p", "--attention-mode", "allgather", "--profile", str(traces)]
+    ranks = world(2).run(run_command, command)
+    assert "| p2p/allgather | 2 | 32 | 16 | off |" in ranks[0][1]
+    files = sorted(traces.iterdir())
+    stem = "step-tiny-4layers-eager-p2p-allgather-2x16-off"
+    assert [path.name for path in files] == [f"{stem}-rank0.json.gz", f"{stem}-rank1.json.gz"]
+    assert main(["trace", "--json", *map(str, files)]) == 0
+    table = json.loads(capsys.readouterr().out)
+    # All four layers' messages, and FSDP's outside of them.
+    for layer in ("linear_attn.0", "linear_attn.2", "self_attn.3", "outside"):
+        assert all(row["communication ms"] > 0 for row in table if row["layer"] == layer)
+
+
+def wrong_layer(rank: int, size: int) -> tuple[int, str, str]:
+    """The second rank alone is wrong by five percent, in one mode alone."""
+    right = bench_layer.make_layer
+
+    def make_layer(variant: bench_layer.Variant, *arguments: Any) -> Any:
+        layer, parameters = right(variant, *arguments)
+        return (lambda x: 1.05 * layer(x)) if rank == 1 and variant.mode == "allgather" else layer, parameters
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_layer, "make_layer", make_layer)
+        return run_command(rank, size, RANKS_LAYER)
+
+
+def wrong_model(rank: int, size: int) -> tuple[int, str, str]:
+    """One mode's model computes with other weights than it should."""
+    right = bench_step.spread
+
+    def spread(model: Any, case: bench_step.Case, ranks: Ranks) -> Any:
+        if case.settings["linear_mode"] == "ulysses":
+            with torch.no_grad():
+                model.model.layers[0].linear_attn.out_proj.weight.mul_(1.2)
+        return right(model, case, ranks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_step, "spread", spread)
+        return run_command(rank, size, RANKS_STEP)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [(wrong_layer, "eager, allgather is not timed: "), (wrong_model, "eager, ulysses/ulysses is not timed: tiny: ")],
+)
+def test_what_is_wrong_between_ranks_is_not_timed(world: Worlds, case: Any, said: str) -> None:
+    ranks = world(2).run(case)
+    assert [status for status, _, _ in ranks] == [2, 2]
+    lines = [error.splitlines()[-1] for _, _, error in ranks]
+    assert lines[0] == lines[1]
+    assert f"hf-cp bench: {said}" in lines[0]
+    assert all(out == "" for _, out, _ in ranks)
+
+
+REFUSED = [
+    ([*RANKS_LAYER, "--layer-code", "stock"], "--layer-code has 'stock', which runs on one device only"),
+    ([*RANKS_LAYER, "--modes", "zigzag"], "--modes has 'zigzag': give some of p2p, allgather, ulysses"),
+    ([*RANKS_FULL, "--modes", "p2p"], "--modes has 'p2p': give some of ulysses, allgather"),
+    ([*RANKS_LAYER, "--heads", "1:2"], "linear_mode=ulysses: 2 ranks do not divide 1/2 heads"),
+    ([*RANKS_LAYER, "--tokens", "32"], "--tokens and --local-tokens: give one of the two"),
+    ([*RANKS_FULL, "--tokens", "33"], "--tokens has 33: 2 ranks need the same number of tokens each"),
+    ([*RANKS_LAYER, "--projection-backend", "fused"], 'projection_backend="fused" needs an NVIDIA Hopper GPU'),
+    ([*RANKS_STEP, "--local-tokens", "longest"], "--local-tokens has 'longest'"),
+]
+
+
+def refused_commands(rank: int, size: int) -> list[tuple[int, str, int]]:
+    """Status, error and number of messages of each refused command."""
+    found = []
+    for command, _ in REFUSED:
+        with CommunicationLog() as log:
+            status, _, error = run_command(rank, size, command)
+        found.append((status, error, log.count()))
+    return found
+
+
+@needs_no_gpu
+def test_refusals_between_ranks(world: Worlds) -> None:
+    first, second = world(2).run(refused_commands)
+    assert first == second
+    for (status, error, messages), (command, said) in zip(first, REFUSED, strict=True):
+        assert (status, messages) == (2, 0), command
+        assert said in error
+        assert error.count("\n") == 1
+
+
+def slow_second_rank(rank: int, size: int) -> tuple[list[float], list[list[float]], list[float]]:
+    def call(mark: Callable[[], None]) -> None:
+        time.sleep(0.03 * rank)
+        mark()
+        time.sleep(0.03 * (1 - rank))
+
+    with joined(torch.device("cpu")) as ranks:
+        timing = timed(call, ranks, 1, 3)
+        return timing.calls, timing.parts, ranks.largest([float(rank), math.nan if rank else 0.0])
+
+
+def test_the_slowest_rank_counts(world: Worlds) -> None:
+    """Each rank is the slow one in one part: neither part nor whole may be a rank's own."""
+    first, second = world(2).run(slow_second_rank)
+    assert first == second
+    calls, parts, largest = first
+    assert len(calls) == 3
+    assert len(parts) == 2
+    assert all(x > 28 for x in (*calls, *parts[0], *parts[1]))
+    assert largest == [1.0, math.inf]
+
+
+def test_one_rank_measures_alone() -> None:
+    ranks = Ranks(CpMesh.single(), torch.device("cpu"))
+    timing = timed(lambda mark: time.sleep(0.002), ranks, 0, 4)
+    assert timing.least <= timing.median <= timing.p90 == max(timing.calls)
+    assert timing.part_medians == [timing.median]
+    with pytest.raises(ValueError, match="repeats=0 must be at least 1"):
+        timed(lambda mark: None, ranks, 2, 0)

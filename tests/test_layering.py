@@ -26,7 +26,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hf_cp.patch", "hf_cp.plugin", "hf_cp.testing"),
     ("hf_cp.report",),
     ("hf_cp.planning", "hf_cp.doctor", "hf_cp.trace"),
-    ("hf_cp.bench", "hf_cp.bench_step"),
+    ("hf_cp.bench_ranks",),
+    ("hf_cp.bench", "hf_cp.bench_layer", "hf_cp.bench_step"),
     ("hf_cp.cli",),
     ("hf_cp",),
 )
@@ -38,7 +39,7 @@ LIBRARIES = {
     "flash_qla": ((), ("hf_cp.kernels.gdn.bench",)),
     "transformers": (
         ("hf_cp.models", "hf_cp.patch"),
-        ("hf_cp.plugin", "hf_cp.testing", "hf_cp.bench", "hf_cp.bench_step"),
+        ("hf_cp.plugin", "hf_cp.testing", "hf_cp.bench_layer", "hf_cp.bench_step"),
     ),
     "accelerate": (("hf_cp.plugin",), ("hf_cp.testing",)),
     "matplotlib": ((), ("hf_cp.report",)),
