@@ -500,7 +500,7 @@ def _run(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def _gradient_kernel(
     d_q,
     d_k,
