@@ -205,32 +205,31 @@ def test_layers_between_ranks(world: Worlds, tmp_path: Path, capsys: pytest.Capt
         assert all(row["communication ms"] > 0 and row["computing ms"] > 0 for row in mixers)
 
     rows = table_rows(world(2).run(run_command, [*RANKS_FULL, "--out", str(tmp_path)]), tmp_path, "layer")
-    assert [row["mode"] for row in rows] == ["ulysses", "allgather", "one device", "one device"]
+    assert [(row["mode"], row["tokens"]) for row in rows] == [
+        *(("ulysses", 32), ("allgather", 32)),
+        *(("one device", 16), ("one device", 32)),
+    ]
 
 
 def test_steps_between_ranks(world: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [*RANKS_STEP, "--layers", "2,4", "--checkpointing", "off,full", "--out", str(tmp_path)]
+    command = [*RANKS_STEP, "--modes", "p2p,ulysses", "--layers", "1,2", "--out", str(tmp_path)]
     ranks = world(2).run(run_command, command)
     rows = table_rows(ranks, tmp_path, "step")
-    modes = [f"{mode}/ulysses" for mode in ("p2p", "allgather", "ulysses")]
+    modes = [f"{mode}/ulysses" for mode in ("p2p", "ulysses")]
     assert all(f"tiny: eager, {mode} is at most" in ranks[0][2] for mode in modes)
-    timed = [(row["mode"], row["layers"], row["checkpointing"]) for row in rows if "step ms" in row]
-    wanted = [(mode, layers, kind) for kind in ("off", "full") for layers in (2, 4) for mode in modes]
-    assert timed == wanted
-    for row in rows[: len(timed)]:
+    assert [(row["layers"], row["mode"]) for row in rows] == [(n, mode) for n in (1, 2, "fit") for mode in modes]
+    for row in rows[:4]:
         assert row["tokens"] == 32
         assert row["tokens/s"] == pytest.approx(32e3 / row["step ms"], abs=1)
         assert all(row[f"{part} ms"] > 0 for part in ("forward", "backward", "optimizer"))
-    lines = rows[len(timed) :]
-    assert [(row["mode"], row["checkpointing"]) for row in lines] == [(m, k) for k in ("off", "full") for m in modes]
-    assert all("x layers" in row["note"] for row in lines)
+    assert all("x layers" in row["note"] for row in rows[4:])
 
     traces = tmp_path / "traces"
-    command = [*RANKS_STEP, "--modes", "p2p", "--attention-mode", "allgather", "--profile", str(traces)]
-    ranks = world(2).run(run_command, command)
-    assert "| p2p/allgather | 2 | 32 | 16 | off |" in ranks[0][1]
+    command = [*RANKS_STEP, "--modes", "allgather", "--attention-mode", "allgather", "--checkpointing", "full"]
+    ranks = world(2).run(run_command, [*command, "--profile", str(traces)])
+    assert "| allgather/allgather | 2 | 32 | 16 | full |" in ranks[0][1]
     files = sorted(traces.iterdir())
-    stem = "step-tiny-4layers-eager-p2p-allgather-2x16-off"
+    stem = "step-tiny-4layers-eager-allgather-allgather-2x16-full"
     assert [path.name for path in files] == [f"{stem}-rank0.json.gz", f"{stem}-rank1.json.gz"]
     assert main(["trace", "--json", *map(str, files)]) == 0
     table = json.loads(capsys.readouterr().out)
