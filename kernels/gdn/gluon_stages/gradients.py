@@ -197,6 +197,16 @@ def _rounded(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def _factor(x, DTYPE: gl.constexpr):
+    """The same for a factor of keys that bears their norms: of a key of zeros 1 / sqrt(eps), which must stay finite."""
+    if gl.bfloat16 == DTYPE:
+        y = _rounded(x, DTYPE)
+    else:
+        y = gl.inline_asm_elementwise("cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], gl.float16, False, 2)
+    return y
+
+
+@gluon.jit
 def _run(
     d_dq,
     p_dq,
@@ -241,7 +251,7 @@ def _run(
     state_layout: gl.constexpr = s_state.layout
     block_layout: gl.constexpr = s_blocks.layout
     # What is rounded for dq and dk carries the norms of q and k, and in fp16 is lifted out of the subnormal numbers.
-    LIFT: gl.constexpr = 64.0 if gl.float16 == DTYPE else 1.0
+    LIFT: gl.constexpr = 8.0 if gl.float16 == DTYPE else 1.0
     no_wide = gl.full([_C, _D], 0.0, gl.float32, wide)
     no_square = gl.full([_C, _C], 0.0, gl.float32, square)
     HV = H * GROUP
@@ -359,7 +369,7 @@ def _run(
         b_z += _widened(b_da, DTYPE) * _widened(s_blocks.index(nil).load(square), DTYPE)
         b_z = _rounded(b_z, DTYPE)
         b_decay = gl.where(m_i >= m_j, b_gate_i[:, None] - b_gate_j[None, :], float("-inf"))
-        b_n = _rounded(b_dp * _exp2(b_decay), DTYPE)
+        b_n = _factor(b_dp * _exp2(b_decay), DTYPE)
         barrier()
         mbarrier.arrive(empty.index(2))
         attention.store(b_half)
@@ -382,7 +392,7 @@ def _run(
         b_kk = warpgroup_mma(keys, keys.permute((1, 0)), no_square, use_acc=False, is_async=True)
         b_kk = warpgroup_mma_wait(0, [b_kk])
         b_dbeta = s_rows.index(1).load(row) + gl.convert_layout(gl.sum(b_dl * b_kk, axis=1), row)
-        b_dl = _rounded(b_dl * gl.convert_layout(b_beta * LIFT, row_square)[:, None], DTYPE)
+        b_dl = _factor(b_dl * gl.convert_layout(b_beta * LIFT, row_square)[:, None], DTYPE)
         o_token = (i_row.to(gl.int64) * seq_len + first) * HV + i_hv
         gl.store(p_dbeta + o_token + o_r * HV, b_dbeta.to(p_dbeta.dtype.element_ty), mask=o_r < length)
         barrier()
