@@ -1,9 +1,11 @@
 """Times a complete token mixer, or a training step: patched and stock on one device, mode by mode between ranks.
+Or trains between ranks and on one device, and compares step by step.
 
     hf-cp bench [--table layer] [--layer-code triton,stock] [--tokens 8192,32768] [--hidden 2048 --heads 16:32]
     hf-cp bench --table step [--models 0.8B,4B] [--tokens 8192,32768,longest] [--checkpointing off,full]
     torchrun --nproc-per-node 2 -m hf_cp.bench --table layer [--modes p2p,allgather,ulysses] [--local-tokens 8192,16384]
     torchrun --nproc-per-node 2 -m hf_cp.bench --table step --models report --layers 4,8 --local-tokens 16384
+    torchrun --nproc-per-node 4 -m hf_cp.bench --table trajectory [--modes p2p,ulysses] [--checkpointing off,full]
 
 "triton", "gluon" and "eager" are the model patched with that backend, "stock" is transformers' own, on one device only.
 
@@ -18,6 +20,11 @@ Between ranks, which share one sequence (a GPU each over NCCL, or gloo with --de
 which counts as long as the slowest rank takes; 20 runs after 5, steps too; memory is the worst rank's. Layers are also
 timed on "one device": every rank by itself, with the tokens of a rank and with those of all. Steps run under FSDP2 over
 the same ranks; where they were timed at several numbers of layers, a line is fitted.
+
+trajectory: 100 steps of training on real text, of four layers without a vocabulary to speak of; errors of loss and
+gradient norm against one device, growth of memory, and whether runs are equal bit by bit (--repeat, --deterministic).
+The status is 1 where a bound is exceeded. Ranks may share a card. Without torchrun, the one device alone, whose curve
+--reference reads.
 
 What is further from fp64, in its output or any gradient, than twice stock's own error is not timed. On a CPU, sizes are
 tiny and say nothing about speed. --out FOLDER keeps the table as JSON, Markdown and a picture; --profile FOLDER one
@@ -36,7 +43,7 @@ from typing import Any
 import torch
 from torch.cuda import nccl
 
-from . import bench_layer, bench_step
+from . import bench_layer, bench_step, bench_trajectory
 from .bench_layer import ALONE, Variant
 from .bench_ranks import Ranks, choose_device, joined, launched_size
 from .config import PatchConfig
@@ -174,6 +181,9 @@ def _step_table(arguments: argparse.Namespace, size: int) -> Callable[[Ranks, Em
         projection = {"projection_backend": variant.projections}
         asked.append((variant.code, {} if variant.mode == ALONE else modes | projection))
     arguments.tokens = _lengths(arguments, size, "8192,16384" if size > 1 else "8192,32768")
+    if arguments.precision == "fp32":
+        raise ValueError("--precision fp32 is for trajectories: give mixed or bf16")
+    arguments.models = arguments.models or "0.8B,4B"
     arguments.precision = arguments.precision or ("mixed" if size > 1 else "bf16")
     # What the estimate may fill: the allocator's fragments need the rest.
     room = 0.0
@@ -198,25 +208,28 @@ def _step_table(arguments: argparse.Namespace, size: int) -> Callable[[Ranks, Em
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     some = "some of {}".format
-    parser.add_argument("--table", choices=("layer", "step"), default="layer")
+    parser.add_argument("--table", choices=(*TABLES, "trajectory"), default="layer")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--layer-code", "--gdn-backend", help=some(", ".join(IMPLEMENTATIONS)))
     parser.add_argument("--tokens", help="lengths of sequences; for steps also longest, by the estimate")
     parser.add_argument("--local-tokens", help="the same, as tokens of one rank")
-    parser.add_argument("--modes", help=f"between ranks, {some(', '.join(PatchConfig.CHOICES['linear_mode']))}")
+    parser.add_argument(
+        "--modes", "--linear-mode", help=f"between ranks, {some(', '.join(PatchConfig.CHOICES['linear_mode']))}"
+    )
     parser.add_argument("--projection-backend", default="torch", help="between ranks: torch, fused or torch,fused")
     parser.add_argument("--attention-mode", choices=PatchConfig.CHOICES["attention_mode"], default="ulysses")
     parser.add_argument("--layer-type", choices=tuple(LAYER_TYPES), default="linear")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--heads", help="key and value heads, of full attention query and key/value heads")
     parser.add_argument("--dim", type=int, help="of a head")
-    parser.add_argument("--models", default="0.8B,4B", help=f"for steps, {some(', '.join(bench_step.SHAPES))}")
+    parser.add_argument("--models", help=f"for steps, {some(', '.join(bench_step.SHAPES))}; 0.8B,4B")
     parser.add_argument("--layers", help="for steps, at most so many; 4,8 for a line through both")
     parser.add_argument("--vocab", type=int, help="for steps, instead of the model's own")
     parser.add_argument("--checkpointing", default="off", help="for steps: off, full or off,full")
-    parser.add_argument("--precision", choices=("mixed", "bf16"), help="for steps, of weights; between ranks mixed")
+    parser.add_argument("--precision", choices=("mixed", "bf16", "fp32"), help="of weights; fp32 for trajectories only")
     parser.add_argument("--out", type=Path, metavar="FOLDER")
     parser.add_argument("--profile", type=Path, metavar="FOLDER")
+    bench_trajectory.add_arguments(parser)
 
 
 TABLES = {
@@ -237,6 +250,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             "--device cuda: PyTorch sees no CUDA GPU; run it where there is one (hf-cp doctor), or tiny sizes with "
             "--device cpu --layer-code eager --tokens 128 --hidden 64 --heads 2:4 --dim 16, or --models tiny"
         )
+    if arguments.table == "trajectory":
+        return bench_trajectory.run(arguments, argv)
     size, device = launched_size(), choose_device(arguments.device)
     table, *columns = TABLES[arguments.table]
     measure, columns = table(arguments, size), columns[size > 1]

@@ -1,21 +1,16 @@
-"""The table ``trajectory``: training over several ranks, step by step beside the same training on one device.
+"""The table ``trajectory`` of `hf-cp bench`: training over several ranks, step by step beside training on one device.
 
-    torchrun --nproc-per-node 4 -m hf_cp.bench_trajectory --steps 100 --linear-mode p2p,ulysses --out FOLDER
-    python -m hf_cp.bench_trajectory --steps 100 --out FOLDER    # the one device alone, for --reference
-
-All processes share one sequence; FSDP2 over the same processes holds the weights. Both sides start from the same random
-weights and take the same steps: AdamW at 1e-4, weight decay 0.01, clipping at 1, one window of a memory-mapped token
-file a step, whose last tokens are padding on most steps. Rank 0 trains the one device first, while the others wait, or
-reads it from --reference.
+All processes share one sequence; FSDP2 over the same processes holds the weights and averages gradients in fp32. Both
+sides start from the same random weights and take the same steps: AdamW at 1e-4, weight decay 0.01, clipping at 1, one
+window of a memory-mapped token file a step, whose last tokens are padding on most steps. Rank 0 trains the one device
+first, while the others wait, or reads it from a file.
 
 Errors are absolute and relative differences of the loss and of the gradient norm before clipping, which both sides sum
 in fp64. Growth is that of the memory allocated on the device, or resident on a CPU, from step 5 to the last.
 
-Processes may share a card; what they then exchange goes through gloo. FSDP2 would work so as well, but gloo carries its
-messages through host memory, and its reduce-scatter is an all-reduce. So the weights are whole on every process
-there, and gradients are averaged in each other's memory (--gradients shared).
-
-The status is 1 where a bound is exceeded, a number is not finite, or --deterministic runs differ that should not.
+Processes may share a card; what they then exchange goes through gloo. FSDP2 would work so as well, but gloo carries all
+weights through host memory, and its reduce-scatter is an all-reduce. So the weights are whole on every process there,
+and gradients are averaged in each other's memory, which gives the numbers of FSDP2.
 """
 
 from __future__ import annotations
@@ -33,15 +28,13 @@ import sys
 import sysconfig
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -51,28 +44,31 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from . import report
-from .bench_step import make_model
+from .bench_ranks import launched_size
+from .bench_step import REPORT, TINY, make_model
 from .config import PatchConfig
 from .entry import fingerprint
 from .loss import IGNORE_INDEX
 from .patch import average_gradients, patch
-from .planning.shape import FULL, LINEAR, ModelShape
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
 TIMEOUT = timedelta(hours=1)
 # Memory is compared from here on: before, the optimizer makes its states and allocators settle.
 SETTLED_STEPS = 5
-TOKEN = np.dtype("<u2")
-_LAYERS = (LINEAR, LINEAR, LINEAR, FULL)
-# Tokens are bytes. Attention heads of "four" are those of the published model with these Gated DeltaNet heads.
+# Tokens are bytes. The tiny heads can be spread over four ranks.
 SHAPES = {
-    "four": ModelShape(_LAYERS, 2048, 256, 6144, 16, 2, 256, 16, 32, 128, 128, 4, tied=False),
-    "tiny": ModelShape(_LAYERS, 64, 256, 96, 8, 2, 32, 4, 8, 16, 16, 4, tied=False),
+    "report": replace(REPORT.with_layers(4), vocab=256),
+    "tiny": replace(TINY, query_heads=8, key_heads=4, value_heads=8, tied=False),
 }
-GRADIENTS = ("fsdp", "shared", "all-reduce")
+GRADIENTS = {
+    "fsdp": "FSDP2",
+    "shared": "averaged in shared memory with whole weights on every process",
+    "all-reduce": "averaged by all-reduce with whole weights on every process",
+}
+# By device.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cuda": {"shape": "four", "precision": "bf16", "tokens": 4096, "gdn_backend": "triton"},
-    "cpu": {"shape": "tiny", "precision": "fp32", "tokens": 256, "gdn_backend": "eager"},
+    "cuda": {"models": "report", "precision": "bf16", "tokens": "4096", "layer_code": "triton"},
+    "cpu": {"models": "tiny", "precision": "fp32", "tokens": "256", "layer_code": "eager"},
 }
 # Of the relative errors, where weights or computation are in 16 bits, and in fp32.
 BOUNDS = {"bound_loss": (3.8e-4, 1e-5), "bound_norm": (4e-3, 1e-5)}
@@ -95,7 +91,7 @@ class Case:
         gradients: one of `GRADIENTS`.
     """
 
-    shape: str
+    model: str
     precision: str
     steps: int
     backend: str
@@ -133,21 +129,28 @@ class Curve:
 # Data.
 
 
+def _sources() -> Iterator[Path]:
+    """Of the standard library, always in the same order."""
+    for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = sorted(name for name in folders if not name.endswith("-packages"))
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
 def make_token_file(path: Path, count: int) -> None:
     """Write ``count`` tokens of real text, the bytes of the sources of Python's standard library, as 16-bit numbers.
 
     Raises:
         ValueError: the library holds less.
     """
-    folder = Path(sysconfig.get_path("stdlib"))
     with path.open("wb") as file:
-        for source in sorted(folder.rglob("*.py")):
-            if "site-packages" not in source.parts and "dist-packages" not in source.parts:
-                data = np.frombuffer(source.read_bytes(), np.uint8)[:count].astype(TOKEN)
-                file.write(data.tobytes())
-                count -= len(data)
-                if not count:
-                    return
+        for source in _sources():
+            data = source.read_bytes()[:count]
+            tokens = bytearray(2 * len(data))
+            tokens[::2] = data
+            file.write(tokens)
+            count -= len(data)
+            if not count:
+                return
     raise ValueError(
         f"the text lacks {count} tokens: give fewer --steps or --tokens, or a file of your own with --data"
     )
@@ -165,25 +168,29 @@ class Windows:
     """
 
     def __init__(self, path: Path, length: int, steps: int, vocab: int) -> None:
-        tokens = np.memmap(path, TOKEN, "r") if path.stat().st_size else np.empty(0, TOKEN)
-        if len(tokens) < steps * length:
-            raise ValueError(
-                f"--data {path} holds {len(tokens) // length} windows of {length} tokens: give at most so many --steps"
-            )
-        self._windows = tokens[: steps * length].reshape(steps, length)
-        largest = int(self._windows.max())
+        held = path.stat().st_size // (2 * length)
+        if held < steps:
+            raise ValueError(f"--data {path} holds {held} windows of {length} tokens: give at most so many --steps")
+        tokens = torch.from_file(str(path), shared=False, size=steps * length, dtype=torch.int16)
+        self._windows = tokens.view(steps, length)
+        largest = int(self._ids(self._windows).max())
         if largest >= vocab:
             raise ValueError(f"--data {path} has token {largest}: the vocabulary is {vocab}; tokenise by bytes")
+
+    @staticmethod
+    def _ids(tokens: Tensor) -> Tensor:
+        # The file's numbers have no sign.
+        return tokens.long() & 0xFFFF
 
     def __len__(self) -> int:
         return len(self._windows)
 
     def checksum(self, step: int) -> int:
-        return zlib.crc32(self._windows[step].tobytes())
+        return int(fingerprint(self._windows[step]))
 
     def batch(self, step: int, device: torch.device) -> dict[str, Tensor]:
         """Ids, labels and mask ``[1, T]``; up to an eighth of a window, another length each step, is padding."""
-        ids = torch.from_numpy(self._windows[step].astype(np.int64))[None].to(device)
+        ids = self._ids(self._windows[step])[None].to(device)
         length = ids.shape[1]
         mask = torch.ones_like(ids)
         mask[:, length - 37 * step % (length // 8 + 1) :] = 0
@@ -362,7 +369,7 @@ def train(case: Case, windows: Windows, shared: SharedMean | None = None) -> Cur
     Args:
         shared: for ``gradients="shared"``.
     """
-    model = make_model(SHAPES[case.shape], case.device.type, torch.float32)
+    model = make_model(SHAPES[case.model], case.device.type, torch.float32)
     if case.backend != "stock":
         modes = {"linear_mode": case.linear_mode, "attention_mode": case.attention_mode}
         patch(model, **modes, gdn_backend=case.backend, cp_group=case.group)
@@ -474,13 +481,15 @@ def failures(row: dict[str, Any], bound_loss: float, bound_norm: float) -> list[
 
 def _picture(path: Path, title: str, reference: Curve, runs: dict[str, Curve]) -> None:
     figure, axes = report.new_figure(10, 5)
-    axes.plot(reference.losses, color="black", linewidth=2, label="loss, one device")
+    steps = range(1, len(reference.losses) + 1)
+    axes.plot(steps, reference.losses, color="black", linewidth=2, label="loss, one device")
     errors = axes.twinx()
     errors.set_yscale("log")
     for name, curve in runs.items():
-        axes.plot(curve.losses, linewidth=0.8)
+        axes.plot(range(1, len(curve.losses) + 1), curve.losses, linewidth=0.8)
         differences = relative_errors(curve.losses, reference.losses[: len(curve.losses)])
-        errors.plot([x if 0 < x < math.inf else math.nan for x in differences], linewidth=0.6, label=name)
+        shown = [x if 0 < x < math.inf else math.nan for x in differences]
+        errors.plot(range(1, len(shown) + 1), shown, linestyle="none", marker=".", markersize=3, label=name)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     errors.set_ylabel("relative difference of the loss")
@@ -499,16 +508,13 @@ def write(
     reference: Curve,
     runs: dict[str, Curve],
 ) -> list[Path]:
-    """Write the table (``trajectory``) and the curves (``trajectory_curves``), with pictures where matplotlib is.
-
-    ``trajectory_curves.json`` is what --reference reads.
-    """
-    files = report.write(folder, "trajectory", conditions, rows, ("linear", "checkpointing", "run"), "max loss rel")
+    """Write the table, the curves of all steps, which --reference reads, and a picture of them with matplotlib."""
+    files = report.write(folder, "trajectory", conditions, rows, (), "")
     curves = {"settings": settings, "one device": vars(reference), "runs": {k: vars(v) for k, v in runs.items()}}
     files.append(folder / "trajectory_curves.json")
     files[-1].write_text(json.dumps({"conditions": conditions, **curves}) + "\n")
     if report.find_spec("matplotlib") is not None:
-        files.append(folder / "trajectory_curves.png")
+        files.append(folder / "trajectory.png")
         _picture(files[-1], report.in_words(conditions), reference, runs)
     return files
 
@@ -538,40 +544,30 @@ def read_reference(path: Path, settings: dict[str, Any], windows: Windows) -> Cu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shape", choices=tuple(SHAPES), help="four on cuda, tiny on cpu")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "mixed"), help="bf16 on cuda, fp32 on cpu")
-    parser.add_argument("--tokens", type=int, help="of a window, over all ranks: 4096 on cuda, 256 on cpu")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--linear-mode", default="p2p", help="one or several, with commas")
-    parser.add_argument("--attention-mode", default="ulysses", help="one or several, with commas")
-    parser.add_argument("--checkpointing", default="off", help="off, full or off,full")
-    parser.add_argument("--gdn-backend", help="triton on cuda, eager on cpu")
-    parser.add_argument("--one-device", choices=("patched", "stock"), default="patched", help="what one device runs")
-    parser.add_argument("--gradients", choices=GRADIENTS, help="fsdp; shared where ranks share a card")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="16-bit token ids; without it, Python's own sources")
-    parser.add_argument("--reference", type=Path, metavar="FILE", help="trajectory_curves.json with the one device")
-    parser.add_argument("--repeat", type=int, default=1, help="runs of each setting, which are compared bit by bit")
-    parser.add_argument("--deterministic", action="store_true", help="torch's deterministic algorithms")
-    parser.add_argument("--bound-loss", type=float, help="of the relative error: 3.8e-4, in fp32 1e-5")
-    parser.add_argument("--bound-norm", type=float, help="of the relative error: 4e-3, in fp32 1e-5")
-    parser.add_argument("--out", type=Path, metavar="FOLDER")
+    """What no other table takes."""
+    group = parser.add_argument_group("trajectories")
+    group.add_argument("--steps", type=int, default=100)
+    group.add_argument("--one-device", choices=("patched", "stock"), default="patched", help="what one device runs")
+    group.add_argument("--gradients", choices=tuple(GRADIENTS), help="fsdp; shared where ranks share a card")
+    group.add_argument("--data", type=Path, metavar="FILE", help="16-bit token ids; without it, Python's own sources")
+    group.add_argument("--reference", type=Path, metavar="FILE", help="trajectory_curves.json with the one device")
+    group.add_argument("--repeat", type=int, default=1, help="runs of each setting, which are compared bit by bit")
+    group.add_argument("--deterministic", action="store_true", help="torch's deterministic algorithms")
+    group.add_argument("--bound-loss", type=float, help="of the relative error: 3.8e-4, in fp32 1e-5")
+    group.add_argument("--bound-norm", type=float, help="of the relative error: 4e-3, in fp32 1e-5")
 
 
 @contextlib.contextmanager
 def _joined(device: str) -> Iterator[tuple[dist.ProcessGroup | None, torch.device, bool]]:
     """The group of all processes that a launcher started (``None`` for one), this one's device, and whether ranks
     share a card."""
-    ranks, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     shares, found = False, torch.device(device)
     if device == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("--device cuda: PyTorch sees no CUDA GPU; give --device cpu, or see hf-cp doctor")
         cards = torch.cuda.device_count()
         shares = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > cards
-        found = torch.device("cuda", local % cards)
+        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % cards)
         torch.cuda.set_device(found)
-    if ranks == 1:
+    if launched_size() == 1:
         yield None, found, shares
         return
     ours = not dist.is_initialized()
@@ -609,36 +605,65 @@ def _listed(option: str, given: str, allowed: Sequence[str]) -> list[str]:
     return names
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """The command line, checked."""
+
+    model: str
+    precision: str
+    tokens: int
+    backend: str
+    linear: list[str]
+    attention: str
+    checkpointing: list[str]
+    bound_loss: float
+    bound_norm: float
+
+
+def _settings(arguments: argparse.Namespace) -> _Settings:
+    given = {name: getattr(arguments, name) or value for name, value in DEFAULTS[arguments.device].items()}
+    for name in ("steps", "repeat"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name} {getattr(arguments, name)}: give at least 1")
+    if not given["tokens"].isdecimal() or int(given["tokens"]) < 1 or arguments.local_tokens is not None:
+        raise ValueError("--tokens: give one number for trajectories, the tokens of a window over all ranks")
+    if given["models"] not in SHAPES:
+        raise ValueError(f"--models {given['models']}: give {' or '.join(SHAPES)} for trajectories")
+    choices = PatchConfig.CHOICES
+    if given["layer_code"] not in choices["gdn_backend"]:
+        raise ValueError(f"--layer-code {given['layer_code']}: give one of {', '.join(choices['gdn_backend'])}")
+    exact = given["precision"] == "fp32"
+    return _Settings(
+        *(given["models"], given["precision"], int(given["tokens"]), given["layer_code"]),
+        _listed("--modes", arguments.modes or "p2p", choices["linear_mode"]),
+        arguments.attention_mode,
+        _listed("--checkpointing", arguments.checkpointing, ("off", "full")),
+        *(BOUNDS[name][exact] if getattr(arguments, name) is None else getattr(arguments, name) for name in BOUNDS),
+    )
+
+
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Train, print the table on rank 0, row by row, and write it; 1 where a bound is exceeded.
+    """Train, print the table on rank 0, row by row, and write it.
+
+    Returns:
+        1 on rank 0 where a bound is exceeded, a number is not finite, or runs differ with --deterministic that should
+        not; else 0.
 
     Raises:
         ValueError: an option or its file; the same on every rank.
     """
-    for name, value in DEFAULTS[arguments.device].items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-    for name, values in BOUNDS.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, values[arguments.precision == "fp32"])
-    for name in ("steps", "tokens", "repeat"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name} {getattr(arguments, name)}: give at least 1")
-    linear = _listed("--linear-mode", arguments.linear_mode, PatchConfig.CHOICES["linear_mode"])
-    attention = _listed("--attention-mode", arguments.attention_mode, PatchConfig.CHOICES["attention_mode"])
-    checkpointing = _listed("--checkpointing", arguments.checkpointing, ("off", "full"))
-    _listed("--gdn-backend", arguments.gdn_backend, PatchConfig.CHOICES["gdn_backend"])
+    chosen = _settings(arguments)
     with (
         _joined(arguments.device) as (group, device, shares),
         tempfile.TemporaryDirectory() as folder,
         _determinism(arguments.deterministic),
     ):
         gradients = arguments.gradients or ("shared" if shares else "fsdp")
-        settings = {name: getattr(arguments, name) for name in ("shape", "precision", "tokens")}
-        data = Path(_on_rank_0(lambda: str(_token_file(arguments, Path(folder))), group))
-        windows = Windows(data, arguments.tokens, arguments.steps, SHAPES[arguments.shape].vocab)
-        backend = "stock" if arguments.one_device == "stock" else arguments.gdn_backend
-        alone = Case(arguments.shape, arguments.precision, arguments.steps, backend, device)
+        data = Path(_on_rank_0(lambda: str(_token_file(arguments, chosen, Path(folder))), group))
+        windows = Windows(data, chosen.tokens, arguments.steps, SHAPES[chosen.model].vocab)
+        backend = "stock" if arguments.one_device == "stock" else chosen.backend
+        alone = Case(chosen.model, chosen.precision, arguments.steps, backend, device)
+        settings = {"model": chosen.model, "precision": chosen.precision, "tokens": chosen.tokens}
 
         def one_device() -> Curve:
             if arguments.reference is not None:
@@ -648,24 +673,24 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         reference: Curve = _on_rank_0(one_device, group)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        table = _Table(arguments, argv, settings, reference, 1 if group is None else dist.get_world_size(group))
-        table.conditions |= {"gradients": gradients} if group is not None else {}
+        table = _Table(arguments, argv, chosen, settings, reference, group, gradients)
         if group is not None:
-            count, dtype = SHAPES[arguments.shape].parameters, alone.compute_dtype
-            shared = SharedMean(count, dtype, device, group) if gradients == "shared" else None
-            for modes in itertools.product(linear, attention, checkpointing, range(1, arguments.repeat + 1)):
-                case = Case(
-                    *(arguments.shape, arguments.precision, arguments.steps, arguments.gdn_backend, device),
-                    *(modes[0], modes[1], modes[2] == "full", group, gradients),
-                )
+            count = SHAPES[chosen.model].parameters
+            shared = SharedMean(count, alone.compute_dtype, device, group) if gradients == "shared" else None
+            runs = range(1, arguments.repeat + 1)
+            for linear, checkpointing, number in itertools.product(chosen.linear, chosen.checkpointing, runs):
+                modes = (linear, chosen.attention, checkpointing, number)
+                full = checkpointing == "full"
+                case = replace(alone, backend=chosen.backend, linear_mode=linear, checkpointing=full, group=group)
+                case = replace(case, attention_mode=chosen.attention, gradients=gradients)
                 table.add(modes, train(case, windows, shared))
         # A launcher ends all processes when one ends with a failure: that is left to the one that writes.
         return table.finish() if group is None or dist.get_rank(group) == 0 else 0
 
 
-def _token_file(arguments: argparse.Namespace, folder: Path) -> Path:
+def _token_file(arguments: argparse.Namespace, chosen: _Settings, folder: Path) -> Path:
     if arguments.data is None:
-        make_token_file(folder / "tokens.bin", arguments.steps * arguments.tokens)
+        make_token_file(folder / "tokens.bin", arguments.steps * chosen.tokens)
         return folder / "tokens.bin"
     if not arguments.data.is_file():
         raise ValueError(f"--data {arguments.data} is not a file: give 16-bit token ids, or leave it out")
@@ -676,17 +701,33 @@ class _Table:
     """The rows so far; every rank has the same, rank 0 prints them."""
 
     def __init__(
-        self, arguments: argparse.Namespace, argv: Sequence[str], settings: dict[str, Any], one: Curve, ranks: int
+        self,
+        arguments: argparse.Namespace,
+        argv: Sequence[str],
+        chosen: _Settings,
+        settings: dict[str, Any],
+        reference: Curve,
+        group: dist.ProcessGroup | None,
+        gradients: str,
     ) -> None:
-        self._arguments, self._settings, self._reference, self._ranks = arguments, settings, one, ranks
-        self._speaks = ranks == 1 or dist.get_rank() == 0
-        self.conditions = report.conditions(arguments.device) | settings
+        self._arguments, self._chosen, self._settings, self._reference = arguments, chosen, settings, reference
+        self._ranks = 1 if group is None else dist.get_world_size(group)
+        self._speaks = group is None or dist.get_rank(group) == 0
+        found = report.conditions(arguments.device)
+        command = f"hf-cp bench {' '.join(argv)}"
+        if group is not None:
+            cards = f"{min(self._ranks, torch.cuda.device_count())} x " if arguments.device == "cuda" else ""
+            found["device"] = f"{self._ranks} processes on {cards}{found['device']}"
+            found["messages"] = dist.get_backend_config(group)
+            found["gradients"] = GRADIENTS[gradients]
+            command = f"torchrun --nproc-per-node {self._ranks} -m hf_cp.bench {' '.join(argv)}"
+        self.conditions = found | settings
         self.conditions |= {
-            "data": "the sources of Python's standard library" if arguments.data is None else str(arguments.data),
-            "backend": arguments.gdn_backend,
+            "data": "the bytes of the sources of Python's standard library" if arguments.data is None else "a file",
+            "backend": chosen.backend,
             "one device": arguments.one_device,
             "deterministic": arguments.deterministic,
-            "command": " ".join(argv),
+            "command": command,
         }
         self._rows: list[dict[str, Any]] = []
         self._curves: dict[tuple[str, str, str, int], Curve] = {}
@@ -712,7 +753,7 @@ class _Table:
         row = {"ranks": self._ranks, **names, **summary(curve, self._reference)}
         row["bitwise"] = self._compare(modes, curve)
         what = ", ".join(map(str, modes))
-        bounds = self._arguments.bound_loss, self._arguments.bound_norm
+        bounds = self._chosen.bound_loss, self._chosen.bound_norm
         self._failures += [f"{what}: {text}" for text in failures(row, *bounds)]
         if self._speaks:
             if not self._rows:
@@ -739,16 +780,3 @@ class _Table:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    try:
-        sys.exit(run(parser.parse_args(), sys.argv[1:]))
-    except ValueError as error:
-        sys.exit(f"hf_cp.bench_trajectory: {error}")
-
-
-if __name__ == "__main__":
-    main()

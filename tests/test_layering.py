@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hf_cp.report",),
     ("hf_cp.planning", "hf_cp.doctor", "hf_cp.trace"),
     ("hf_cp.bench_ranks",),
-    ("hf_cp.bench", "hf_cp.bench_layer", "hf_cp.bench_step"),
+    ("hf_cp.bench", "hf_cp.bench_layer", "hf_cp.bench_step", "hf_cp.bench_trajectory"),
     ("hf_cp.cli",),
     ("hf_cp",),
 )
