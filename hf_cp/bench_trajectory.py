@@ -570,16 +570,18 @@ def _joined(device: str) -> Iterator[tuple[dist.ProcessGroup | None, torch.devic
     if launched_size() == 1:
         yield None, found, shares
         return
-    ours = not dist.is_initialized()
-    if ours:
-        # NCCL takes one process a card. Objects, and the wait for rank 0, go through gloo.
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" and not shares else "gloo"
-        dist.init_process_group(backend, timeout=TIMEOUT)
-    try:
-        yield dist.group.WORLD, found, shares
-    finally:
-        if ours:
-            dist.destroy_process_group()
+    made = not dist.is_initialized()
+    if made and device == "cuda" and not shares:
+        # Objects, and the wait for rank 0, go through gloo.
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=found)
+    elif made:
+        # NCCL takes one process a card.
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    yield dist.group.WORLD, found, shares
+    # Not after an error: where a rank has gone, leaving would wait for it.
+    if made:
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def _on_rank_0(make: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
@@ -659,7 +661,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         _determinism(arguments.deterministic),
     ):
         gradients = arguments.gradients or ("shared" if shares else "fsdp")
-        data = Path(_on_rank_0(lambda: str(_token_file(arguments, chosen, Path(folder))), group))
+        data = _token_file(arguments, chosen, Path(folder))
         windows = Windows(data, chosen.tokens, arguments.steps, SHAPES[chosen.model].vocab)
         backend = "stock" if arguments.one_device == "stock" else chosen.backend
         alone = Case(chosen.model, chosen.precision, arguments.steps, backend, device)
