@@ -188,6 +188,6 @@ def _accumulate(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
         if total.dtype == hidden.dtype:
             part.addmm_(columns.mT, hidden)
         elif hidden.is_cuda:
-            part += torch.mm(columns.mT, hidden, out_dtype=total.dtype)
+            torch.addmm(part, columns.mT, hidden, out_dtype=total.dtype, out=part)
         else:
             part.addmm_(columns.mT.to(total.dtype), hidden.to(total.dtype))

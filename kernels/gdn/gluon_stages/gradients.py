@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..triton_stages.chunks import CHUNK, PROGRAMS, Chunks
-from ..triton_stages.launch import SIZES, on_device
+from ..triton_stages.launch import SIZES, Kernel, on_device
 from .compatible import HAS_REINTERPRET, async_load, async_store, barrier
 from .prepare import Prepared
 from .scales import BETA, GATE, KEY_NORM, QUERY_NORM, READ, SCALE_ROWS, WRITE
@@ -481,11 +481,11 @@ def _run(
         if GROUP > 1:
             o_partial = o_r[:, None] * _D + gl.arange(0, _D, gl.SliceLayout(0, wide))[None, :]
             if i_group > 0:
-                b_dk += gl.load(p_partial + _C * _D + o_partial).to(gl.float32)
-                b_dq += gl.load(p_partial + o_partial).to(gl.float32)
+                b_dk += gl.load(p_partial + _C * _D + o_partial).to(gl.float32) * LIFT
+                b_dq += gl.load(p_partial + o_partial).to(gl.float32) * LIFT
             if i_group < GROUP - 1:
-                gl.store(p_partial + _C * _D + o_partial, _rounded(b_dk, DTYPE))
-                gl.store(p_partial + o_partial, _rounded(b_dq, DTYPE))
+                gl.store(p_partial + _C * _D + o_partial, _rounded(b_dk * (1 / LIFT), DTYPE))
+                gl.store(p_partial + o_partial, _rounded(b_dq * (1 / LIFT), DTYPE))
         nil = _nil(step)
         if i_group == GROUP - 1:
             if LIFT != 1:
@@ -510,6 +510,7 @@ def _run(
     tma.store_wait(0)
 
 
+@Kernel
 @gluon.jit(do_not_specialize=SIZES)
 def _gradient_kernel(
     d_q,

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..reference import L2NORM_EPS
 from ..triton_stages.chunks import CHUNK, GRADIENT, OUTPUT, PROGRAMS, SUMMARY, Chunks
-from ..triton_stages.launch import SIZES, on_device
+from ..triton_stages.launch import SIZES, Kernel, on_device
 from .compatible import async_load, async_store, barrier
 from .scales import BETA, DECAY, GATE, KEY_NORM, QUERY_NORM, READ, SCALE_ROWS, WRITE
 from .tiles import chunk_tokens, tiles
@@ -233,6 +233,7 @@ def _load_scalars(p_g, p_beta, i_row, first, length, head, seq_len, HV):
     return b_g, b_beta
 
 
+@Kernel
 @gluon.jit(do_not_specialize=SIZES)
 def _prepare_kernel(
     d_q,

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..triton_stages.chunks import CHUNK, Chunks
-from ..triton_stages.launch import SIZES, on_device
+from ..triton_stages.launch import SIZES, Kernel, on_device
 from .compatible import HAS_REINTERPRET, async_load, async_store, barrier
 from .prepare import Prepared
 from .scales import DECAY, KEY_NORM, READ, SCALE_ROWS
@@ -270,6 +270,7 @@ def _run_state(
         gl.store(p_final_state + i_state * (_D * _D) + o_state, b_state)
 
 
+@Kernel
 @gluon.jit(do_not_specialize=SIZES)
 def _forward_kernel(
     d_k,
@@ -507,6 +508,7 @@ def _run_gradient(
     gl.store(p_dinitial_state + o_state, b_dstate)
 
 
+@Kernel
 @gluon.jit(do_not_specialize=SIZES)
 def _backward_kernel(
     d_k,

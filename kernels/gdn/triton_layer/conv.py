@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_stages.launch import on_device
+from ..triton_stages.launch import Kernel, on_device
 from .math import sigmoid
 
 # Tokens and channels of a program, which is one warp; the backward holds more of each channel in registers.
@@ -23,6 +23,7 @@ STRIP, CHANNELS, BACKWARD_CHANNELS = 128, 128, 128
 SEGMENTS = 3
 
 
+@Kernel
 @triton.jit(do_not_specialize=["seq_len", "documents"])
 def _before_kernel(p_cu_seqlens, p_before, seq_len, documents, STEPS: tl.constexpr, BLOCK_T: tl.constexpr):
     """How many tokens of a token's own document stand before it, 3 where they are more or may lie before token 0."""
@@ -120,6 +121,7 @@ def _of_document(b, before, distance: tl.constexpr, PACKED: tl.constexpr):
     return tl.where(before >= distance, b, 0.0) if PACKED else b
 
 
+@Kernel
 @triton.jit(do_not_specialize=["seq_len", "strips"])
 def _forward_kernel(
     p_x,
@@ -213,6 +215,7 @@ def _store_token(p_dx, p_dhalo, b_dx, i_t, i_first, seq_len, channels, o_d, is_d
         tl.store(p_dhalo + (i_t + (TAPS - 1)) * channels + o_d, b_dx, mask=is_d & is_halo)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["seq_len", "strips"])
 def _backward_kernel(
     p_x,

@@ -13,13 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_stages.launch import on_device
+from ..triton_stages.launch import Kernel, on_device
 from .math import sigmoid, softplus
 
 # Elements of a block, and most programs of the backward: each leaves one partial sum of the parameters' gradients.
 ELEMENTS, PROGRAMS = 4096, 528
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(
     p_a,
@@ -48,6 +49,7 @@ def _forward_kernel(
     tl.store(p_beta + o_out, sigmoid(b_b).to(p_beta.dtype.element_ty), mask=is_in)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     p_a,

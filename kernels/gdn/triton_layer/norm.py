@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_stages.launch import on_device
+from ..triton_stages.launch import Kernel, on_device
 from .math import sigmoid
 
 # Elements of a block, forward and backward, and most programs of the backward: each leaves one partial sum of the
@@ -31,6 +31,7 @@ def _normalize(p_x, p_z, o_in, is_in, eps, V: tl.constexpr):
     return b_x, b_r, b_normed, b_z, sigmoid(b_z)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(p_x, p_z, p_weight, p_y, rows, eps, V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr):
     i_r = tl.program_id(0).to(tl.int64) * BLOCK_R
@@ -46,6 +47,7 @@ def _forward_kernel(p_x, p_z, p_weight, p_y, rows, eps, V: tl.constexpr, BLOCK_R
     tl.store(p_y + o_in, (b_scaled * (b_z * b_sigmoid)).to(p_y.dtype.element_ty), mask=is_in)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     p_x,

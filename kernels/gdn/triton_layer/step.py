@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..reference import L2NORM_EPS
-from ..triton_stages.launch import on_device
+from ..triton_stages.launch import Kernel, on_device
 from .math import sigmoid, softplus
 
 CHANNELS = 256
@@ -21,6 +21,7 @@ COLUMNS = 32
 _EPS = tl.constexpr(L2NORM_EPS)
 
 
+@Kernel
 @triton.jit
 def _conv_kernel(
     p_x,
@@ -58,6 +59,7 @@ def _conv_kernel(
     tl.store(p_y + i_row * channels + o_d, b_y.to(p_y.dtype.element_ty), mask=is_d)
 
 
+@Kernel
 @triton.jit
 def _delta_kernel(
     p_qkv,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .chunks import BETA, CHUNK, GATE, KEY_NORM, QUERY_NORM, SCALE_ROWS, Chunks, chunk_tokens
-from .launch import SIZES, block_tiles, dot_precision, launch, on_device, token_tiles
+from .launch import SIZES, Kernel, block_tiles, dot_precision, launch, on_device, token_tiles
 from .prepare import Prepared
 from .state import Chains
 
@@ -25,6 +25,7 @@ _QUERY_NORM = tl.constexpr(QUERY_NORM)
 _SCALE_ROWS = tl.constexpr(SCALE_ROWS)
 
 
+@Kernel
 @triton.jit(do_not_specialize=SIZES)
 def _value_kernel(
     d_k,
@@ -139,6 +140,7 @@ def _value_kernel(
     tl.store(p_inverse + i_head * (C * C) + o_block, (b_beta[:, None] * b_dl).to(b_k.dtype))
 
 
+@Kernel
 @triton.jit(do_not_specialize=SIZES)
 def _key_kernel(
     d_q,
@@ -228,6 +230,7 @@ def _key_kernel(
     tl.store(p_tile + o_keys, b_dk.to(p_dk.dtype.element_ty), mask=(o_c < length)[:, None])
 
 
+@Kernel
 @triton.jit(do_not_specialize=SIZES)
 def _query_kernel(
     d_q,

@@ -3,7 +3,8 @@
 # pyright: reportMissingImports=false
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -33,6 +34,53 @@ def dot_precision(dtype: torch.dtype) -> str:
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
     """Makes the device of `x` current, so that kernels start there."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+class Kernel:
+    """A jitted kernel whose later launches cost less of the host: a decorator over `triton.jit` and `gluon.jit`.
+
+    Triton takes 100 us or more to find the compiled kernel of a launch among those of its arguments: it looks at each
+    argument, at each layout of a descriptor and at every constant that the kernel's module holds. What decides is less:
+    dtypes, alignment, block shapes, constants.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        # Interpreted functions have no such list, and compile nothing.
+        self._constant = [parameter.is_constexpr for parameter in getattr(function, "params", ())]
+        self._compiled: dict[tuple[object, ...], Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        """Launches on the current device and stream: positional arguments first, then constants and options by name."""
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        kinds = [x if constant else _kind(x) for x, constant in zip(args, self._constant, strict=False)]
+        key = (device, *kinds, *named.items())
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            rest = self.function.arg_names[len(args) :]
+            compiled[(*grid, 1, 1)[:3]](*args, *(named[name] for name in rest))
+            return
+        compiled = self.function[grid](*args, **named)
+        # The interpreter compiles nothing.
+        if compiled is not None:
+            self._compiled[key] = compiled
+
+
+def _kind(x: Any) -> object:
+    """What Triton may have compiled a kernel for, of one argument."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, int) and not isinstance(x, bool):
+        return x == 1, x % 16 == 0, -(2**31) <= x < 2**31
+    if isinstance(x, float):
+        return float
+    if hasattr(x, "block_shape"):
+        # Of Gluon's descriptors the layout follows from these.
+        return x.base.dtype, tuple(x.block_shape)
+    return x
 
 
 class Launch(NamedTuple):

@@ -31,7 +31,7 @@ from .chunks import (
     Chunks,
     chunk_tokens,
 )
-from .launch import SIZES, block_tiles, dot_precision, launch, on_device, token_tiles
+from .launch import SIZES, Kernel, block_tiles, dot_precision, launch, on_device, token_tiles
 
 _READ = tl.constexpr(READ)
 _WRITE = tl.constexpr(WRITE)
@@ -99,6 +99,7 @@ def inverse_norm(b_x, EPS: tl.constexpr, NORMALIZE: tl.constexpr):
     return b_norm
 
 
+@Kernel
 @triton.jit(do_not_specialize=SIZES)
 def _prepare_kernel(
     d_q,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .chunks import BETA, CHUNK, ERROR, GATE, KEY_NORM, QUERY, READ, SCALE_ROWS, WRITE, Chunks, document_span
-from .launch import SIZES, block_tiles, dot_precision, launch, on_device, token_tiles
+from .launch import SIZES, Kernel, block_tiles, dot_precision, launch, on_device, token_tiles
 from .prepare import Prepared
 
 _READ = tl.constexpr(READ)
@@ -269,6 +269,7 @@ def _reverse_span(
     tl.store(p_dinitial_state + o_state, b_dstate)
 
 
+@Kernel
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
     d_q,
@@ -348,6 +349,7 @@ def _forward_kernel(
     )
 
 
+@Kernel
 @triton.jit(do_not_specialize=SIZES)
 def _backward_kernel(
     d_q,
@@ -654,6 +656,7 @@ def reverse(
     return Chains(states, dstates, dvalues, dinitial_state)
 
 
+@Kernel
 @triton.jit(do_not_specialize=SIZES)
 def _fold_kernel(
     p_transition,
