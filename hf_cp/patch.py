@@ -105,7 +105,8 @@ def unpatch(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if is_patched(module):
             swap_out(module)
-            module.__dict__.pop("_hf_cp", None)
+            for name in ("_hf_cp", attention.CONFIG_VIEW):
+                module.__dict__.pop(name, None)
     return model
 
 
@@ -225,6 +226,7 @@ def _patch_root(root: nn.Module, family: Family, config: PatchConfig) -> None:
             swap_in(module, multimodal.vision_forward, shared)
         elif stock is family.attention:
             swap_in(module, fused_projections.attention_forward, shared | {"config": attention.CONFIG_PROPERTY})
+            attention.show_config(module)
         elif stock is family.gated_delta_net:
             swap_in(module, gated_delta_net.forward, shared | {"hf_cp_gdn_backend": config.gdn_backend})
             projection: Any = module.out_proj

@@ -50,15 +50,23 @@ def _config_property() -> property:
     """A class attribute ``config`` for patched attention classes: stock code reads the view, writes go through."""
 
     def read(module: nn.Module) -> Any:
-        return _ConfigView(module.__dict__["config"])
+        return module.__dict__[CONFIG_VIEW]
 
     def write(module: nn.Module, config: Any) -> None:
         module.__dict__["config"] = config
+        show_config(module)
 
     return property(read, write)
 
 
 CONFIG_PROPERTY = _config_property()
+# Where the view is kept. Made while a compiler traces, it would be read through the property itself, for ever.
+CONFIG_VIEW = "_hf_cp_config"
+
+
+def show_config(module: nn.Module) -> None:
+    """Make the view of a patched attention module's config."""
+    module.__dict__[CONFIG_VIEW] = _ConfigView(module.__dict__["config"])
 
 
 @outside_graphs
