@@ -32,14 +32,15 @@ help:
 
 env: $(VENV)/.installed
 
-# torch goes first and alone: resolved together with the rest, a plain index may give it another build. Triton goes last:
-# a build of torch with CUDA has brought its own.
+# torch goes first and alone: resolved together with the rest, a plain index may give it another build. Triton goes last,
+# and what stands on it: a build of torch with CUDA has brought its own.
 $(VENV)/.dependencies: .ci/requirements.txt
 	$(PYTHON) -m venv $(VENV)
-	grep -v '^triton==' .ci/requirements.txt >$(VENV)/requirements.txt
+	grep -vE '^(triton|liger-kernel)==' .ci/requirements.txt >$(VENV)/requirements.txt
 	$(PIP) install $(TORCH_PIP) --constraint $(VENV)/requirements.txt torch
 	$(PIP) install --requirement $(VENV)/requirements.txt
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install --no-deps $$(grep '^triton==' .ci/requirements.txt)
+	$(PIP) install --no-deps $$(grep '^liger-kernel==' .ci/requirements.txt)
 	rm -rf $(OVERLAY)
 	$(PIP) install --no-deps --target $(OVERLAY) transformers==$(OLDEST_TRANSFORMERS)
 	@touch $@

@@ -37,8 +37,8 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def gradients(results: list[torch.Tensor], leaves: Tensors, seeds: int = 50) -> tuple[torch.Tensor, ...]:
-    """Gradients of the leaves for random gradients of the results, the same for every dtype."""
-    grads = [randn(*y.shape, seed=seeds + i).to(y) for i, y in enumerate(results)]
+    """Gradients of the leaves for random gradients of the results, numbers that every dtype holds."""
+    grads = [randn(*y.shape, seed=seeds + i).bfloat16().to(y) for i, y in enumerate(results)]
     return torch.autograd.grad(results, list(leaves.values()), grads)
 
 

@@ -744,6 +744,32 @@ def test_cp_group_and_accelerate_differ(world: Worlds) -> None:
         assert "not both" in text
 
 
+def liger_heads(rank: int, size: int) -> list[str]:
+    """Liger's loss, bound before patching, and between that and Accelerate's prepare, where Trainer binds it."""
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen3_5
+
+    # What else it replaces, it replaces for all models of the process.
+    apply = partial(apply_liger_kernel_to_qwen3_5, rms_norm=False, swiglu=False)
+    model = tiny_qwen3_5(num_hidden_layers=1)
+    apply(model=model)
+    texts = [refusal(lambda: hf_cp.patch(model, gdn_backend="eager", cp_group=dist.group.WORLD))]
+    for loss in (True, False):
+        with fresh_accelerate():
+            launched, model = accelerator(Sizes(cp_size=2)), copy.deepcopy(bound_model())
+            apply(model=model, fused_linear_cross_entropy=loss)
+            if loss:
+                texts.append(refusal(partial(launched.prepare, model)))
+            else:
+                launched.prepare(model)
+    return texts
+
+
+def test_the_loss_of_liger(world: Worlds) -> None:
+    pytest.importorskip("liger_kernel")
+    for texts in world(2).run(liger_heads):
+        assert all('liger_kernel_config={"fused_linear_cross_entropy": False}' in text for text in texts)
+
+
 def dispatched(rank: int, size: int) -> list[str]:
     """A dispatcher gives every rank another batch, whatever is prepared first."""
     texts = []

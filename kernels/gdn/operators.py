@@ -50,7 +50,10 @@ def _observed(args: tuple[Any, ...]) -> bool:
 
 
 def _node(
-    registered: Any, function: Callable[..., Any], setup_context: Callable[..., None] | None, backward: Callable[..., Any]
+    registered: Any,
+    function: Callable[..., Any],
+    setup_context: Callable[..., None] | None,
+    backward: Callable[..., Any],
 ) -> Any:
     """The operator as an autograd function."""
     lists = isinstance(registered.default._schema.returns[0].type, torch.ListType)

@@ -29,13 +29,22 @@ _SCORES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1",
 
 
 def serve_fused_head(model: nn.Module) -> None:
-    """Put the exchange around the fused head of each patched model inside ``model``; repeating does nothing."""
+    """Put the exchange around the fused head of each patched model inside ``model``; repeating does nothing.
+
+    Raises:
+        ValueError: the head is Liger's: it computes the loss of one rank's tokens as if they were all.
+    """
     for module in model.modules():
         forward = module.__dict__.get("forward")
         family = getattr(type(module), "hf_cp_family", None)
         if forward is None or family is None or stock_class(module) not in family.language_models:
             continue
         inner = getattr(forward, "__func__", forward)
+        if getattr(inner, "__module__", "").startswith("liger_kernel.") and module._hf_cp.mesh.cp_size > 1:
+            raise ValueError(
+                f"use_liger_kernel gives {type(module).__name__} a forward with a loss of its own, which does not know "
+                'of cp_size: pass liger_kernel_config={"fused_linear_cross_entropy": False}'
+            )
         if _KEYWORD in inspect.signature(inner, follow_wrapped=False).parameters and not hasattr(
             inner, "_hf_cp_serves"
         ):

@@ -137,7 +137,7 @@ def _store(d_x, p_x, s_tile, i_row, first, column, width, length, PACKED: gl.con
 @gluon.jit
 def _view(s_tile, DTYPE: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
     """The same shared memory as another shape."""
-    if HAS_REINTERPRET:
+    if HAS_REINTERPRET:  # noqa: SIM108
         s_view = s_tile.reinterpret(DTYPE, shape, layout)
     else:
         s_view = s_tile._reinterpret(DTYPE, shape, layout)
