@@ -67,7 +67,7 @@ GRADIENTS = {
 }
 # By device.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cuda": {"models": "report", "precision": "bf16", "tokens": "4096", "layer_code": "triton"},
+    "cuda": {"models": "report", "precision": "mixed", "tokens": "4096", "layer_code": "triton"},
     "cpu": {"models": "tiny", "precision": "fp32", "tokens": "256", "layer_code": "eager"},
 }
 # Of the relative errors, where weights or computation are in 16 bits, and in fp32.
