@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_cp
 from hf_cp.class_swap import is_patched
@@ -183,3 +184,35 @@ def test_compilation_is_announced_once(
         backend.announce_compilation()
     assert len(caplog.messages) == lines
     assert all("compile" in message and "\n" not in message for message in caplog.messages)
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_operators_show_themselves_to_whoever_looks() -> None:
+    """A dispatch mode sees operators, forward and backward; without one they are autograd functions, equal in all."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 70, 2, 8, generator=generator).requires_grad_() for _ in range(3))
+    g, beta = -torch.rand(1, 70, 2, generator=generator), torch.rand(1, 70, 2, generator=generator)
+
+    def run() -> tuple[str, list[torch.Tensor]]:
+        o, _ = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+        return type(o.grad_fn).__name__, [o, *torch.autograd.grad(o.square().sum(), [q, k, v])]
+
+    with Seen() as seen:
+        _, shown = run()
+    name, plain = run()
+    assert {"hf_cp::gdn_chunk", "hf_cp::gdn_chunk_backward"} <= seen.names
+    assert name == "gdn_chunkBackward"
+    assert all(torch.equal(a, b) for a, b in zip(shown, plain, strict=True))
+    with torch.no_grad():
+        assert not chunk_gated_delta_rule(q, k, v, g, beta)[0].requires_grad

@@ -136,7 +136,14 @@ def errors(x: dict[str, Any], actual: dict[str, torch.Tensor]) -> dict[str, floa
     expected = run_stages(eager, in_fp64(x))
     assert actual.keys() == expected.keys()
     assert all(torch.isfinite(value).all() for value in actual.values())
-    return {name: relative_error(actual[name], expected[name]) for name in expected}
+    found = {name: relative_error(actual[name], expected[name]) for name in expected}
+    # The gates' gradient in a chunk holds <dS, S> of its end, a sum of K V terms that cancel: what their rounding leaves,
+    # alike for all tokens of the chunk, counts beside dg itself.
+    if x["dfinal_state"] is not None:
+        terms = (x["dfinal_state"] * expected["final_state"]).norm(dim=(-1, -2))
+        norm = expected["dg"].norm()
+        found["dg"] *= float(norm / (norm + 8 * terms.norm()))
+    return found
 
 
 # What a process of its own does.
@@ -216,11 +223,8 @@ def check_on_gpu(backend: str, **case: Any) -> None:
     x = inputs(device="cuda", **case)
     found = errors(x, run_stages(stages(backend), x))
     bounds = dict.fromkeys(found, BOUNDS[case["dtype"]])
-    # M is a product of as many factors as the span has chunks, rounded in each. dg is a sum of terms that cancel but
-    # for what the gates change; few heads and a random state in a short span leave little.
+    # M is a product of as many factors as the span has chunks, rounded in each.
     bounds |= {"M": 2 * BOUNDS[case["dtype"]]}
-    if case["seq_len"] < 8192:
-        bounds["dg"] *= 2
     if case["dtype"] == torch.float16 and case.get("gate") == -20.0:
         # e^-20 is below what fp16 operands hold: what the state passes on is zero.
         for name in ("dg", "dinitial_state", "dh"):

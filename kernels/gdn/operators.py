@@ -58,22 +58,19 @@ def _node(
     """The operator as an autograd function."""
     lists = isinstance(registered.default._schema.returns[0].type, torch.ListType)
 
-    class Node(torch.autograd.Function):
-        returns_list = lists
+    def forward(ctx: Any, *args: Any) -> Any:
+        results = function(*args)
+        if setup_context is not None:
+            setup_context(ctx, args, results)
+        return tuple(results) if lists else results
 
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            results = function(*args)
-            if setup_context is not None:
-                setup_context(ctx, args, results)
-            return tuple(results) if lists else results
+    def apply_backward(ctx: Any, *grads: Any) -> Any:
+        return backward(ctx, list(grads)) if lists else backward(ctx, *grads)
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return backward(ctx, list(grads)) if lists else backward(ctx, *grads)
-
-    Node.__name__ = Node.__qualname__ = registered.default._schema.name.partition("::")[2]
-    return Node
+    # Profiles show the class's name.
+    name = registered.default._schema.name.partition("::")[2]
+    content = {"forward": staticmethod(forward), "backward": staticmethod(apply_backward), "returns_list": lists}
+    return type(name, (torch.autograd.Function,), content)
 
 
 def register(
