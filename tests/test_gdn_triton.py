@@ -137,8 +137,8 @@ def errors(x: dict[str, Any], actual: dict[str, torch.Tensor]) -> dict[str, floa
     assert actual.keys() == expected.keys()
     assert all(torch.isfinite(value).all() for value in actual.values())
     found = {name: relative_error(actual[name], expected[name]) for name in expected}
-    # The gates' gradient in a chunk holds <dS, S> of its end, a sum of K V terms that cancel: what their rounding leaves,
-    # alike for all tokens of the chunk, counts beside dg itself.
+    # The gates' gradient in a chunk holds <dS, S> of its end, a sum of K V terms that cancel: what their rounding
+    # leaves, alike for all tokens of the chunk, counts beside dg itself.
     if x["dfinal_state"] is not None:
         terms = (x["dfinal_state"] * expected["final_state"]).norm(dim=(-1, -2))
         norm = expected["dg"].norm()

@@ -746,7 +746,7 @@ def test_cp_group_and_accelerate_differ(world: Worlds) -> None:
 
 def liger_heads(rank: int, size: int) -> list[str]:
     """Liger's loss, bound before patching, and between that and Accelerate's prepare, where Trainer binds it."""
-    from liger_kernel.transformers import apply_liger_kernel_to_qwen3_5
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen3_5  # pyright: ignore[reportMissingImports]
 
     # What else it replaces, it replaces for all models of the process.
     apply = partial(apply_liger_kernel_to_qwen3_5, rms_norm=False, swiglu=False)

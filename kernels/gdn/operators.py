@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn import Parameter
 
 # Lives as long as the process: what it registers is withdrawn with it.
@@ -44,7 +45,7 @@ class Operator:
 
 def _observed(args: tuple[Any, ...]) -> bool:
     """Whether something besides autograd has to see the operator as one."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._len_torch_dispatch_stack() or _functorch.peek_interpreter_stack() is not None:
         return True
     return any(isinstance(x, torch.Tensor) and type(x) not in (torch.Tensor, Parameter) for x in args)
 

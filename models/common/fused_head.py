@@ -40,7 +40,7 @@ def serve_fused_head(model: nn.Module) -> None:
         if forward is None or family is None or stock_class(module) not in family.language_models:
             continue
         inner = getattr(forward, "__func__", forward)
-        if getattr(inner, "__module__", "").startswith("liger_kernel.") and module._hf_cp.mesh.cp_size > 1:
+        if getattr(inner, "__module__", "").startswith("liger_kernel.") and module.__dict__["_hf_cp"].mesh.cp_size > 1:
             raise ValueError(
                 f"use_liger_kernel gives {type(module).__name__} a forward with a loss of its own, which does not know "
                 'of cp_size: pass liger_kernel_config={"fused_linear_cross_entropy": False}'

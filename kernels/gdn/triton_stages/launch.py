@@ -69,18 +69,16 @@ class Kernel:
             self._compiled[key] = compiled
 
 
-def _kind(x: Any) -> object:
+def _kind(x: Any) -> Any:
     """What Triton may have compiled a kernel for, of one argument."""
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, int) and not isinstance(x, bool):
+    if type(x) is int:
         return x == 1, x % 16 == 0, -(2**31) <= x < 2**31
-    if isinstance(x, float):
+    if type(x) is float:
         return float
-    if hasattr(x, "block_shape"):
-        # Of Gluon's descriptors the layout follows from these.
-        return x.base.dtype, tuple(x.block_shape)
-    return x
+    # Of Gluon's descriptors the layout follows from these. What is left is None.
+    return (x.base.dtype, tuple(x.block_shape)) if hasattr(x, "block_shape") else x
 
 
 class Launch(NamedTuple):
