@@ -228,6 +228,8 @@ def test_fp8(ranks: Ranks, Sl: int, h: int, D: int) -> None:
 
 def test_gradients(ranks: Ranks) -> None:
     """Of both operators in a row, q, k and v with fewer key heads than ranks, against one process in fp32."""
+    if ranks.W == 8:
+        pytest.skip("one thread does not start the backward of 8 ranks; 8 processes do: see below")
     W, B, Sl, D, C, N = ranks.W, 1, 72, 64, 256, 192
     heads = [2 * W, 1, 1]
     x, dy = [draw(B, Sl, C) for _ in range(W)], [draw(B, Sl, N) for _ in range(W)]
@@ -367,10 +369,12 @@ def test_a_rank_that_never_arrives_is_reported() -> None:
         workspace.check()
 
 
-@pytest.mark.parametrize("script", ["a2a_gemm_ranks.py", "fused_model_ranks.py"])
-def test_two_processes_share_memory_through_ipc(script: str) -> None:
-    """Operators, and a whole model. One GPU runs the two processes in turns; on two this crosses the link."""
-    run_ranks(script, "ipc")
+@pytest.mark.parametrize(
+    ("script", "size"), [("a2a_gemm_ranks.py", 2), ("a2a_gemm_ranks.py", 8), ("fused_model_ranks.py", 2)]
+)
+def test_processes_share_memory_through_ipc(script: str, size: int) -> None:
+    """Operators, and a whole model. One GPU runs the processes in turns; on several this crosses links."""
+    run_ranks(script, "ipc", size)
 
 
 @pytest.mark.gpu(2)
@@ -379,17 +383,17 @@ def test_two_gpus_share_symmetric_memory(script: str) -> None:
     run_ranks(script, "symmetric")
 
 
-def run_ranks(script: str, how: str) -> None:
+def run_ranks(script: str, how: str, size: int = 2) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
         subprocess.Popen(
             [sys.executable, Path(__file__).with_name(script), how],
-            env={**os.environ, "RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            env={**os.environ, "RANK": str(r), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for r in range(2)
+        for r in range(size)
     ]  # fmt: skip
-    said = [process.communicate(timeout=120)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
+    said = [process.communicate(timeout=180)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0] * size, "\n".join(said)
