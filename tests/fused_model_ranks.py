@@ -1,7 +1,8 @@
 """A patched model with fused against torch projections, between processes: `torchrun --nproc-per-node 2 THIS [HOW]`.
 
-HOW is how ranks reach each other's memory: `ipc`, which works on one GPU too, or `symmetric`, a GPU a rank. Loss and
-every gradient are compared; exits with an error on a mismatch.
+HOW is how ranks reach each other's memory: `ipc`, which works on one GPU too, or `symmetric`, a GPU a rank; `fsdp` is
+`symmetric` under FSDP2, whose NCCL messages run on streams of their own beside the fused kernels. Logits and every
+gradient are compared; exits with an error on a mismatch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 import hf_cp
 from hf_cp.kernels.a2a_gemm.fused import FusedBackend
@@ -21,13 +24,21 @@ from hf_cp.testing import tiny_qwen3_5
 LIMIT = 2e-2  # BF16 in every product and between them
 
 
-def step(model: Any, ids: torch.Tensor, **settings: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """A gradient, gathered where FSDP holds a part of it."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).float().clone()
+
+
+def step(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad(set_to_none=True)
     model(input_ids=ids, labels=ids).loss.backward()
-    hf_cp.average_gradients(model)
+    if not isinstance(model, FSDPModule):
+        hf_cp.average_gradients(model)
+    # Before another forward: FSDP would show its whole root parameters, which have none.
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     with torch.no_grad():
         logits = model(input_ids=ids).logits
-    return logits, {name: p.grad.float().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return logits, gradients
 
 
 def patch(model: Any, projection_backend: str) -> None:
@@ -47,6 +58,10 @@ def main() -> None:
         hidden_size=256, head_dim=64, linear_key_head_dim=32, linear_value_head_dim=64, vocab_size=512
     ).to(device, torch.bfloat16)  # fmt: skip
     model.train()
+    if how == "fsdp":
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
     worst = 0.0
     for length in (128, 301):
         ids = torch.randint(1, 512, (2, length), generator=torch.Generator().manual_seed(length)).to(device)

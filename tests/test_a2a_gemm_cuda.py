@@ -378,9 +378,12 @@ def test_processes_share_memory_through_ipc(script: str, size: int) -> None:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("script", ["a2a_gemm_ranks.py", "fused_model_ranks.py"])
-def test_two_gpus_share_symmetric_memory(script: str) -> None:
-    run_ranks(script, "symmetric")
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [("a2a_gemm_ranks.py", "symmetric"), ("fused_model_ranks.py", "symmetric"), ("fused_model_ranks.py", "fsdp")],
+)
+def test_two_gpus_share_symmetric_memory(script: str, how: str) -> None:
+    run_ranks(script, how)
 
 
 def run_ranks(script: str, how: str, size: int = 2) -> None:
