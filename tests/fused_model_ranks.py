@@ -30,15 +30,16 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def step(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model.zero_grad(set_to_none=True)
-    model(input_ids=ids, labels=ids).loss.backward()
-    if not isinstance(model, FSDPModule):
-        hf_cp.average_gradients(model)
-    # Before another forward: FSDP would show its whole root parameters, which have none.
-    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    fsdp = model if isinstance(model, FSDPModule) else None
     with torch.no_grad():
         logits = model(input_ids=ids).logits
-    return logits, gradients
+    if fsdp is not None:
+        fsdp.reshard()  # or the root's whole parameters would be found below, which have no gradients
+    model.zero_grad(set_to_none=True)
+    model(input_ids=ids, labels=ids).loss.backward()
+    if fsdp is None:
+        hf_cp.average_gradients(model)
+    return logits, {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def patch(model: Any, projection_backend: str) -> None:

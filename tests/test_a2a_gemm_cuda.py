@@ -390,10 +390,11 @@ def run_ranks(script: str, how: str, size: int = 2) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
             [sys.executable, Path(__file__).with_name(script), how],
-            env={**os.environ, "RANK": str(r), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            env={**os.environ, **meeting, "RANK": str(r)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for r in range(size)
