@@ -28,6 +28,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.utils.import_utils import is_liger_kernel_available
 
 # Three Gated DeltaNet layers and one of full attention, as every Qwen3.5 repeats them. The head counts divide by 2.
 NAMED_CONFIGS: dict[str, dict[str, Any]] = {
@@ -78,6 +79,9 @@ class ModelArguments:
     lora_rank: int = field(
         default=0, metadata={"help": "Train LoRA adapters of this rank on every linear layer; 0 trains all weights."}
     )
+    liger: bool = field(
+        default=False, metadata={"help": "Liger's Triton kernels for norms and MLPs; its fused loss stays off."}
+    )
 
 
 @dataclass
@@ -108,6 +112,11 @@ def parse(argv: list[str], *kinds: Any, **defaults: Any) -> Any:
         from hf_cp.testing import allow_fsdp2_on_cpu
 
         allow_fsdp2_on_cpu()
+    if plain.liger:
+        if not is_liger_kernel_available():
+            raise ValueError("liger=True, but liger-kernel is not installed: pip install liger-kernel")
+        # Its fused loss replaces the forward of the model, and with it the patched one.
+        parser.set_defaults(use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": False})
     return parser.parse_args_into_dataclasses(argv)
 
 

@@ -15,13 +15,26 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
 from datasets import Dataset
 from forked_scripts import run_script
 from safetensors.torch import load_file
 from training_runs import FSDP2, Layout, sizes_environment
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedTokenizerBase,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    TrainingArguments,
+)
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.utils.import_utils import is_liger_kernel_available
+
+from hf_cp.planning.launch import script_options
+from hf_cp.planning.memory import Training
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 CONFIGS = sorted(RECIPES.glob("*.yaml"))
@@ -291,6 +304,82 @@ def test_adapters_are_trained_merged_and_evaluated(
     assert any(bool(x.any()) for name, x in adapters.items() if "lora_B" in name)
     losses = [json.loads((folder / "eval_results.json").read_text())["eval_loss"] for folder in (lora, check)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def mixture(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with experts, with its tokenizer, in a folder."""
+    folder = tmp_path_factory.mktemp("mixture")
+    sizes: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    sizes |= {"shared_expert_intermediate_size": 64, "vocab_size": len(tokenizer), "num_hidden_layers": 4}
+    dense: dict[str, Any] = {
+        name: value for name, value in sft.NAMED_CONFIGS["tiny"].items() if name != "intermediate_size"
+    }
+    torch.manual_seed(0)
+    Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**dense | sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_adapters_of_a_mixture_on_two_processes_equal_one(mixture: Path, text_file: Path, tmp_path: Path) -> None:
+    """As `hf-cp plan --lora` has it: frozen weights in bf16, adapters in fp32, FSDP2, layers recomputed."""
+    common = [
+        *("--model", mixture, "--dataset", text_file, "--seq_len", "64", "--per_device_train_batch_size", "2"),
+        *("--dtype", "bfloat16", "--bf16", "--lora_rank", "4", "--learning_rate", "1e-2", "--max_steps", "2"),
+        *("--lr_scheduler_type", "constant", "--logging_steps", "1", "--report_to", "none", "--save_strategy", "no"),
+    ]
+    stock = [*common, "--no_patch", "--output_dir", tmp_path / "stock"]
+    shared = [*common, "--gradient_checkpointing", "--gdn_backend", "eager", "--output_dir", tmp_path / "shared"]
+    run_script(RECIPES / "sft.py", *map(str, stock), timeout=300)
+    launch = FSDP2 | sizes_environment(Layout("fsdp2", cp=2)) | {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    launch |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3_5MoeDecoderLayer"}
+    run_script(RECIPES / "sft.py", *map(str, shared), ranks=2, environment=launch, timeout=300)
+    expected, found = demo.read_steps(tmp_path / "stock"), demo.read_steps(tmp_path / "shared")
+    assert [step for step, _, _ in expected] == [1, 2]
+    for (_, loss, norm), (_, stock_loss, stock_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(stock_loss, rel=5e-4)
+        assert norm == pytest.approx(stock_norm, rel=1e-2)
+    adapters = load_file(tmp_path / "shared" / "adapter_model.safetensors")
+    assert adapters.keys() == load_file(tmp_path / "stock" / "adapter_model.safetensors").keys()
+    assert all(x.dtype == torch.float32 and bool(x.any()) for x in adapters.values())
+
+
+PLANS = [
+    Training(32768, 2, cp_size=4, shards=8, linear_mode="ulysses", attention_mode="allgather", checkpointing=True),
+    Training(131072, cp_size=2, shards=2, lora=8),
+    Training(65536, precision="bf16"),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["all weights", "adapters", "bf16"])
+def test_options_of_a_plan_are_the_scripts(plan: Training) -> None:
+    kinds: Any = (sft.ModelArguments, sft.DataArguments, TrainingArguments)
+    parser = HfArgumentParser(kinds)
+    required = ["--model", "tiny", "--dataset", "x.txt", "--output_dir", "x"]
+    found = parser.parse_args([*required, *script_options(plan).split()])
+    assert found.seq_len == plan.seq_len
+    assert found.per_device_train_batch_size == plan.batch
+    assert found.lora_rank == plan.lora
+    assert bool(found.bf16) == (plan.precision == "mixed")
+    assert found.dtype == ("bfloat16" if plan.lora or plan.precision == "bf16" else "float32")
+    assert bool(found.gradient_checkpointing) == plan.checkpointing
+    assert (found.linear_mode, found.attention_mode) == (plan.linear_mode, plan.attention_mode)
+
+
+def test_liger_comes_without_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["--model", "tiny", "--dataset", "x.txt", "--output_dir", str(tmp_path), "--report_to", "none"]
+    kinds = (sft.ModelArguments, sft.DataArguments, TrainingArguments)
+    assert not sft.parse([*command, "--no_patch"], *kinds)[2].use_liger_kernel
+    monkeypatch.setattr(sft, "is_liger_kernel_available", lambda: True)
+    arguments = sft.parse([*command, "--no_patch", "--liger"], *kinds)[2]
+    assert arguments.use_liger_kernel
+    assert arguments.liger_kernel_config == {"fused_linear_cross_entropy": False}
+
+
+@pytest.mark.skipif(is_liger_kernel_available(), reason="liger-kernel is installed")
+def test_missing_liger_is_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^liger=True, but liger-kernel is not installed: [a-z -]+$"):
+        sft.main(["--model", "tiny", "--dataset", "x.txt", "--output_dir", "x", "--no_patch", "--liger"])
 
 
 def test_nothing_to_evaluate_on_is_refused() -> None:

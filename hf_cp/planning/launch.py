@@ -1,4 +1,4 @@
-"""The launch configuration of a plan, as `accelerate launch --config_file` reads it."""
+"""The launch configuration of a plan, as `accelerate launch --config_file` reads it, and the options of the script."""
 
 from __future__ import annotations
 
@@ -7,18 +7,35 @@ from .memory import Training
 from .shape import ModelShape
 
 
+def script_options(training: Training) -> str:
+    """What `recipes/sft.py` is started with for this plan, beside model, data and output folder."""
+    options = [f"--seq_len {training.seq_len}", f"--per_device_train_batch_size {training.batch}"]
+    if training.lora or training.precision == "bf16":
+        options.append("--dtype bfloat16")
+    if training.precision == "mixed":
+        options.append("--bf16")
+    if training.lora:
+        options.append(f"--lora_rank {training.lora}")
+    if training.checkpointing:
+        options.append("--gradient_checkpointing")
+    if training.cp_size > 1:
+        options.append(f"--linear_mode {training.linear_mode} --attention_mode {training.attention_mode}")
+    return " ".join(options)
+
+
 def launch_yaml(shape: ModelShape, training: Training, cluster: Cluster, command: str) -> str:
     """The file's text: FSDP2 and context parallelism, or one process.
 
     Args:
         command: what wrote it, for the comment at the top.
     """
-    checkpointing = " --gradient_checkpointing" if training.checkpointing else ""
     comment = f"""\
 # Written by: {command}
 # In the script: hf_cp.patch(model, linear_mode="{training.linear_mode}", attention_mode="{training.attention_mode}")
-# With recipes/sft.py: --seq_len {training.seq_len} --per_device_train_batch_size {training.batch} --bf16{checkpointing}
+# With recipes/sft.py: {script_options(training)}
 """
+    # FSDP2 keeps in fp32 what is trained, whatever dtype it was loaded in, if it computes in another.
+    mixed_precision = "bf16" if training.precision == "mixed" else "'no'"
     nodes = -(-cluster.gpus // cluster.gpus_per_node)
     if cluster.gpus == 1:
         return f"""{comment}\
@@ -28,7 +45,7 @@ num_machines: 1
 num_processes: 1
 machine_rank: 0
 main_training_function: main
-mixed_precision: bf16
+mixed_precision: {mixed_precision}
 use_cpu: false
 """
     if nodes == 1:
@@ -44,7 +61,7 @@ num_processes: {cluster.gpus}
 machine_rank: 0
 {place}
 main_training_function: main
-mixed_precision: bf16
+mixed_precision: {mixed_precision}
 use_cpu: false
 fsdp_config:
   fsdp_version: 2
@@ -55,8 +72,8 @@ fsdp_config:
   fsdp_cpu_ram_efficient_loading: false
   fsdp_offload_params: false
 parallelism_config:
-  parallelism_config_dp_replicate_size: 1
-  parallelism_config_dp_shard_size: {cluster.gpus // training.cp_size}
+  parallelism_config_dp_replicate_size: {cluster.gpus // training.shards}
+  parallelism_config_dp_shard_size: {training.shards // training.cp_size}
   parallelism_config_tp_size: 1
   parallelism_config_cp_size: {training.cp_size}
   parallelism_config_cp_comm_strategy: allgather

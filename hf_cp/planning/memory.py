@@ -36,6 +36,8 @@ class Training:
         checkpointing: whether every decoder layer is recomputed in backward.
         precision: ``"mixed"``: parameters, gradients and AdamW's states in fp32, computing in bf16, as Trainer does
             with ``bf16=True``; ``"bf16"``: all of them in bf16, as a model loaded in bf16.
+        lora: rank of adapters on every linear module but the head, which are trained as ``"mixed"`` has it; all other
+            weights are frozen, and loaded in bf16. 0 trains all weights.
     """
 
     seq_len: int
@@ -46,6 +48,7 @@ class Training:
     attention_mode: str = "ulysses"
     checkpointing: bool = False
     precision: str = "mixed"
+    lora: int = 0
 
     @property
     def tokens(self) -> int:
@@ -53,9 +56,14 @@ class Training:
         return self.batch * -(-self.seq_len // self.cp_size)
 
     @property
+    def autocast(self) -> bool:
+        """Whether autocast alone brings trained weights in fp32, and what is multiplied with them, to bf16."""
+        return self.precision == "mixed" and self.shards == 1
+
+    @property
     def stream_bytes(self) -> int:
-        """Of a number in the residual stream: fp32 where autocast alone makes bf16, since embeddings stay fp32."""
-        return 4 if self.precision == "mixed" and self.shards == 1 else 2
+        """Of a number in the residual stream: fp32 where the embeddings are and nothing but autocast makes bf16."""
+        return 4 if self.autocast and not self.lora else 2
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class MemoryEstimate:
     """Bytes on one rank.
 
     Args:
-        weights: parameters, and the copies in bf16 that computing needs.
+        weights: parameters, frozen ones too, and the copies in bf16 that computing needs.
         gradients, optimizer: at their fullest.
         activations: what layers save for backward, or the inputs of recomputed layers and one layer's own.
         loss: gradients of hidden states and head weight, and a chunk of logits.
@@ -80,9 +88,9 @@ class MemoryEstimate:
     peak: float
 
 
-def _norm_bytes(shape: ModelShape) -> int:
-    """An RMS norm as transformers writes it: its input and the normed input in fp32, and a scale a token."""
-    return 8 * shape.hidden + 4
+def _norm_bytes(shape: ModelShape, training: Training) -> int:
+    """An RMS norm as transformers writes it: its input and a scale a token in fp32, and for its weight the normed."""
+    return (4 if training.lora else 8) * shape.hidden + 4
 
 
 def _mixer_bytes(shape: ModelShape, training: Training, layer_type: str) -> float:
@@ -91,8 +99,10 @@ def _mixer_bytes(shape: ModelShape, training: Training, layer_type: str) -> floa
         # Input and output of the convolution; gate, output and normed output of the delta rule; a, b, g, beta.
         return 4 * shape.conv_width + 6 * shape.value_width + 10 * shape.value_heads
     query, kv = shape.query_width, shape.kv_width
-    # q in fp32 before and after its norm and in bf16; the gate's sigmoid, the output, their product; k as q, and v.
-    saved = 16 * query + 12 * kv + 4 * shape.query_heads
+    # q in fp32 before its norm, after it where the norm is trained, and in bf16; the gate's sigmoid, the output, their
+    # product; k as q, and v; scales of norms, and the sums of the softmax.
+    normed = 0 if training.lora else 4
+    saved = (12 + normed) * query + (8 + normed) * kv + 4 * (2 * shape.query_heads + shape.kv_heads)
     if training.attention_mode == "allgather":
         # Keys and values of the whole sequence.
         saved += 4 * kv * (training.cp_size - 1)
@@ -104,20 +114,25 @@ def _mixer_bytes(shape: ModelShape, training: Training, layer_type: str) -> floa
 
 def _mlp_bytes(shape: ModelShape, training: Training) -> float:
     """Saved a token by the second norm and the MLP of a layer."""
-    saved = _norm_bytes(shape) + 2 * shape.hidden * (2 if training.stream_bytes == 4 else 1) + 8 * shape.ffn
+    saved = _norm_bytes(shape, training) + 8 * shape.ffn
     if not shape.experts:
-        return saved
-    # Gate, up, their product, and the input and output of each expert that a token is sent to; router in fp32.
-    each = 8 * shape.expert_ffn + 4 * shape.hidden
-    return saved + shape.experts_per_token * each + 8 * shape.experts
+        return saved + 2 * shape.hidden * (2 if training.autocast else 1)
+    # Of each expert that a token is sent to: gate, up and the activated gate, the output; for its weights the input and
+    # the product; indices and scores. The router's probabilities in fp32, and the shared expert's gate and output.
+    each = (6 * shape.expert_ffn + 2 * shape.hidden) if training.lora else (8 * shape.expert_ffn + 4 * shape.hidden)
+    saved += shape.experts_per_token * (each + 38) + 4 * shape.experts + 2 * shape.hidden + 6
+    # Read by the shared expert's gate as well.
+    return saved + 2 * shape.hidden * (3 if training.autocast else 1)
 
 
 def layer_bytes(shape: ModelShape, training: Training, layer_type: str) -> float:
     """Saved a token by one decoder layer."""
-    # Autocast makes a bf16 copy of an fp32 input for every projection that reads it.
-    copies = (4 if layer_type == LINEAR else 3) if training.stream_bytes == 4 else 1
-    saved = _norm_bytes(shape) + 2 * shape.hidden * copies
-    return saved + _mixer_bytes(shape, training, layer_type) + _mlp_bytes(shape, training)
+    # Autocast makes a bf16 copy of an fp32 input for every projection that reads it; PEFT brings inputs to fp32 for it.
+    copies = (4 if layer_type == LINEAR else 3) if training.autocast else 1
+    saved = _norm_bytes(shape, training) + 2 * shape.hidden * copies
+    saved += _mixer_bytes(shape, training, layer_type) + _mlp_bytes(shape, training)
+    # What an adapter's first matrix makes, for its second.
+    return saved + 2 * training.lora * len(shape.linears(layer_type))
 
 
 def _backward_bytes(shape: ModelShape, training: Training, layer_type: str) -> float:
@@ -125,7 +140,8 @@ def _backward_bytes(shape: ModelShape, training: Training, layer_type: str) -> f
 
     The MLP comes first; what it saved is gone when the mixer's turn comes.
     """
-    mlp = 4 * (shape.ffn + shape.experts_per_token * shape.expert_ffn)
+    # Recomputing experts, and in part their backward, holds what goes in and comes out of them in two orders.
+    mlp = max(4 * (shape.ffn + shape.experts_per_token * shape.expert_ffn), 6 * shape.experts_per_token * shape.hidden)
     if layer_type == FULL:
         # Gradients of q, k, v and the output, and flash attention's sum of dq in fp32.
         mixer = 8 * shape.query_width + 4 * shape.kv_width
@@ -157,25 +173,34 @@ def _buffer_bytes(shape: ModelShape, training: Training) -> float:
 
 
 def estimate(shape: ModelShape, training: Training) -> MemoryEstimate:
-    """The memory of one rank in a step with AdamW, its loss taken chunk by chunk."""
-    mixed, sharded = training.precision == "mixed", training.shards > 1
+    """The memory of one rank in a step with AdamW, its loss taken chunk by chunk.
+
+    Args:
+        training: with ``lora``, in ``"mixed"`` precision.
+    """
+    mixed, sharded, lora = training.precision == "mixed", training.shards > 1, training.lora
     number = 4 if mixed else 2
     tokens, head = training.tokens, shape.head_parameters
-    owned = shape.parameters / training.shards
     matrices = shape.parameters - (0 if shape.tied else head)  # all but a lookup
-    largest = max(map(shape.layer_parameters, shape.layer_types))
-    weights = owned * number
+    kinds = set(shape.layer_types)
+    largest = max(map(shape.layer_parameters, kinds))
+    # What is trained: all, or adapters beside frozen weights in bf16.
+    trained = shape.adapters(lora) if lora else shape.parameters
+    trained_head = 0 if lora else head
+    in_layer = max(shape.adapter_parameters(name, lora) for name in kinds) if lora else largest
+    owned = trained / training.shards
+    weights = owned * number + (2 * shape.parameters / training.shards if lora else 0)
     if sharded:
         # Gathered for use: what is outside the layers throughout, and two layers in turn.
-        weights += 2 * (shape.root_parameters + 2 * largest)
+        weights += 2 * (shape.root_parameters + 2 * (largest + (in_layer if lora else 0)))
     elif mixed:
-        weights += 2 * matrices
+        weights += 2 * (trained if lora else matrices)
     optimizer = 2 * owned * number
     # With FSDP a layer's own, before and after they are spread.
-    gathered_gradients = 2 * number * largest if sharded else 0
+    gathered_gradients = 2 * number * in_layer if sharded else 0
     gradients = owned * number + gathered_gradients
 
-    per_type = {name: tokens * layer_bytes(shape, training, name) for name in set(shape.layer_types)}
+    per_type = {name: tokens * layer_bytes(shape, training, name) for name in kinds}
     backward = {name: tokens * _backward_bytes(shape, training, name) for name in per_type}
     if training.checkpointing:
         stored = tokens * len(shape.layer_types) * training.stream_bytes * shape.hidden
@@ -185,13 +210,13 @@ def estimate(shape: ModelShape, training: Training) -> MemoryEstimate:
     else:
         stored = at_loss = activations = sum(per_type[name] for name in shape.layer_types)
         working = max(backward.values())
-    last_norm = tokens * (_norm_bytes(shape) + 2 * shape.hidden)
-    dhead, dhidden = 4 * head, 2 * tokens * shape.hidden
+    last_norm = tokens * (_norm_bytes(shape, training) + 2 * shape.hidden)
+    dhead, dhidden = 4 * trained_head, 2 * tokens * shape.hidden
     chunk = min(CHUNK_BYTES, 4 * tokens * shape.vocab) * CHUNK_COPIES
     buffers = _buffer_bytes(shape, training)
     # In backward the head's gradient is scaled, and brought to the weight's dtype.
-    head_gradients = dhead + 2 * head + (4 * head if mixed and not sharded else 0)
-    head_owned = head * number / (training.shards if sharded else 1)
+    head_gradients = dhead + 2 * trained_head + (4 * trained_head if mixed and not sharded else 0)
+    head_owned = trained_head * number / (training.shards if sharded else 1)
 
     fixed = weights + optimizer
     moments = [
@@ -199,15 +224,15 @@ def estimate(shape: ModelShape, training: Training) -> MemoryEstimate:
         fixed + at_loss + last_norm + head_gradients + 2 * dhidden,
     ]
     if training.checkpointing:
-        if mixed and not sharded:
+        if mixed and not sharded and not lora:
             # The bf16 copies go with the forward; a recomputed layer makes its own.
             fixed -= 2 * (matrices - largest)
         # The first layer comes last, when all gradients but its own and an untied embedding's exist.
-        at_first = owned if shape.tied else owned - head / training.shards
-        at_first -= largest / training.shards
+        at_first = owned if shape.tied or lora else owned - head / training.shards
+        at_first -= in_layer / training.shards
         moments.append(fixed + working + buffers + max(stored + head_owned, at_first * number + gathered_gradients))
     else:
         moments.append(fixed + working + buffers + stored + head_owned)
-    moments.append(fixed + gradients + (head * number if shape.tied else 0))
+    moments.append(fixed + gradients + (trained_head * number if shape.tied else 0))
     loss = dhead + dhidden + last_norm + chunk
     return MemoryEstimate(weights, gradients, optimizer, activations, loss, buffers, max(moments))

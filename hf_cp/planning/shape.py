@@ -95,6 +95,27 @@ class ModelShape:
         """Of one decoder layer, its two norms with it."""
         return self.mixer_parameters(layer_type) + self.mlp_parameters + 2 * self.hidden
 
+    def linears(self, layer_type: str) -> list[tuple[int, int]]:
+        """Input and output widths of one layer's linear modules in Qwen3.5; experts and router are no such modules."""
+        D = self.hidden
+        if layer_type == FULL:
+            found = [(D, 2 * self.query_width), (D, self.kv_width), (D, self.kv_width), (self.query_width, D)]
+        else:
+            inner = [self.conv_width, self.value_width, self.value_heads, self.value_heads]
+            found = [*((D, width) for width in inner), (self.value_width, D)]
+        if self.experts:
+            found.append((D, 1))  # the shared expert's gate
+        return [*found, (D, self.ffn), (D, self.ffn), (self.ffn, D)]
+
+    def adapter_parameters(self, layer_type: str, rank: int) -> int:
+        """Of LoRA adapters on every linear module of one layer, PEFT's ``target_modules="all-linear"``."""
+        return rank * sum(map(sum, self.linears(layer_type)))
+
+    def adapters(self, rank: int) -> int:
+        """Of LoRA adapters on every linear module of the model but its head."""
+        counts = ((LINEAR, self.linear_layers), (FULL, self.full_layers))
+        return sum(count * self.adapter_parameters(kind, rank) for kind, count in counts)
+
     @property
     def head_parameters(self) -> int:
         return self.vocab * self.hidden
@@ -106,7 +127,8 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        return sum(map(self.layer_parameters, self.layer_types)) + self.root_parameters
+        counts = ((LINEAR, self.linear_layers), (FULL, self.full_layers))
+        return sum(count * self.layer_parameters(kind) for kind, count in counts if count) + self.root_parameters
 
     def with_layers(self, count: int) -> ModelShape:
         """The same with the first ``count`` layers."""
