@@ -200,10 +200,11 @@ def test_a_sequence_stays_inside_a_node_if_it_fits() -> None:
 @pytest.mark.parametrize("options", [["--nodes", "2", "--gpus", "8"], ["--gpus", "16"]])
 def test_two_nodes(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "launch.yaml"
-    command = ["plan", "--model", "27B", "--seq-len", "128k", "--lora", "16", *options, "--write", str(path)]
+    command = ["plan", "--model", "4B", "--seq-len", "256k", "--lora", "16", *options, "--write", str(path)]
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "Every sequence stays inside a node, 2 at a time; parameters are spread " in printed
+    assert "A sequence over several nodes, cp_size 16, would train 1." in printed
     launch = yaml.safe_load(path.read_text())
     sizes = [launch["parallelism_config"][f"parallelism_config_{name}_size"] for name in ("dp_replicate", "dp_shard")]
     assert sizes in ([1, 2], [2, 1])

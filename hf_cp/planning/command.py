@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shlex
 from dataclasses import asdict, dataclass, replace
@@ -152,11 +153,17 @@ def state_rows(shape: ModelShape, base: Training, cluster: Cluster) -> list[dict
 
 
 def chain_limit(rows: list[dict[str, Any]]) -> str:
-    """From where on another way of passing states is faster than the chain, in a sentence."""
+    """For how many ranks another way of passing states is faster than the chain, in a sentence."""
     said = []
     for name in (WAYS["allgather"], WAYS["scan"]):
-        ranks = next((r["cp"] for r in rows if r[name] < r[WAYS["chain"]]), None)
-        said.append(f"{name}: " + (f"faster than the chain from {ranks} ranks on" if ranks else "never faster"))
+        ranks = [r["cp"] for r in rows if r[name] < r[WAYS["chain"]]]
+        if not ranks:
+            where = "never faster than the chain"
+        elif ranks[-1] == rows[-1]["cp"]:
+            where = f"faster than the chain from {ranks[0]} ranks on"
+        else:
+            where = f"faster than the chain from {ranks[0]} to {ranks[-1]} ranks"
+        said.append(f"{name}: {where}")
     return "; ".join(said)
 
 
@@ -272,26 +279,50 @@ def _draw_plan(path: Path, shape: ModelShape, found: list[Candidate], cluster: C
     save(figure, path)
 
 
-def _draw_scale(path: Path, rows: list[dict[str, Any]], states: list[dict[str, Any]], title: str) -> None:
-    figure, axes = new_figure(10, 5)
-    for tokens in SCALE_TOKENS:
+def _draw_scale(
+    path: Path, rows: list[dict[str, Any]], shared: list[dict[str, Any]], states: list[dict[str, Any]], title: str
+) -> None:
+    """Four answers: mesh and modes, tokens a second, where the chain stops scaling, and what an exchange takes."""
+    figure, meshes = new_figure(15, 10)
+    meshes.set_subplotspec(figure.add_gridspec(2, 2, width_ratios=(1.5, 1))[0, 0])
+    rates, shares, exchange = (figure.add_subplot(meshes.get_gridspec()[place]) for place in ((1, 0), (0, 1), (1, 1)))
+    figure.suptitle(title, fontsize=10)
+
+    meshes.set_title("mesh, modes (Gated DeltaNet / attention), peak, step", fontsize=9)
+    meshes.set_xlim(-0.5, len(SCALE_GPUS) - 0.5)
+    meshes.set_ylim(-0.5, len(SCALE_TOKENS) - 0.5)
+    for row_of in rows:
+        where = SCALE_GPUS.index(row_of["gpus"]), SCALE_TOKENS.index(row_of["tokens"])
+        if row_of["verdict"] == "fits":
+            recomputed = ", recomputed" if row_of["checkpointing"] == "full" else ""
+            text = f"cp {row_of['cp']} x dp {row_of['gpus'] // row_of['cp']}{recomputed}\n"
+            text += f"{row_of['linear_mode']} / {row_of['attention_mode']}\n"
+            text += f"{row_of['peak']:.0f} GiB, {row_of['step s']:.0f} s"
+        else:
+            text = "does not fit:\n" + row_of["verdict"].replace(" needs", "\nneeds")
+        color = f"C{round(math.log2(row_of['cp'])) % 10}" if "cp" in row_of else "0.5"
+        meshes.text(*where, text, ha="center", va="center", fontsize=7, bbox={"facecolor": color, "alpha": 0.25})
+    meshes.set_xticks(range(len(SCALE_GPUS)), [f"{gpus:,} GPUs" for gpus in SCALE_GPUS])
+    meshes.set_yticks(range(len(SCALE_TOKENS)), [f"{tokens // 10**6}M tokens" for tokens in SCALE_TOKENS])
+
+    for color, tokens in enumerate(SCALE_TOKENS):
+        label = f"{tokens // 10**6}M tokens"
         points = [(r["gpus"], r["tokens/s"] / r["gpus"]) for r in rows if r["tokens"] == tokens and "tokens/s" in r]
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=f"{tokens // 10**6}M tokens")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("GPUs")
-    axes.set_ylabel("tokens/s and GPU")
-    axes.set_title(title, fontsize=9)
-    axes.legend(fontsize=7, loc="lower left")
-    inner = axes.inset_axes((0.62, 0.58, 0.36, 0.36))
+            rates.plot(*zip(*points, strict=True), marker="o", color=f"C{color}", label=label)
+        for way, style in zip(WAYS, ("-", "--", ":"), strict=True):
+            waits = [(r["cp"], r[f"{way} %"]) for r in shared if r["tokens"] == tokens]
+            name = f"{label}, {WAYS[way]}" if tokens == SCALE_TOKENS[0] else label if way == "chain" else None
+            shares.plot(*zip(*waits, strict=True), style, color=f"C{color}", label=name)
+    rates.set(yscale="log", xlabel="GPUs", ylabel="tokens/s and GPU")
+    shares.set(xlabel="GPUs that share one sequence", ylabel="% of the step that waits for states")
+    shares.set_title("one sequence over all GPUs: where the chain stops scaling", fontsize=9)
     for name in WAYS.values():
-        inner.plot([r["cp"] for r in states], [r[name] for r in states], label=name)
-    inner.set_xscale("log", base=2)
-    inner.set_yscale("log")
-    inner.set_title("a state exchange, ms, by cp_size", fontsize=7)
-    inner.tick_params(labelsize=6)
-    inner.legend(fontsize=5)
+        exchange.plot([r["cp"] for r in states], [r[name] for r in states], label=name)
+    exchange.set(yscale="log", xlabel="cp_size", ylabel="ms until the last rank has its state")
+    for axes in (rates, shares, exchange):
+        axes.set_xscale("log", base=2)
+        axes.legend(fontsize=7)
     save(figure, path)
 
 
@@ -359,7 +390,7 @@ def run(arguments: argparse.Namespace, argv: list[str]) -> int:
         shared = shared_rows(shape, base, per_node)
         _print({"scale": rows, "one sequence": shared, "state exchange": states}, arguments.json, title, states)
         if arguments.picture:
-            _draw_scale(arguments.picture, rows, states, title)
+            _draw_scale(arguments.picture, rows, shared, states, title)
         return 0 if any(r.get("verdict") == "fits" for r in rows) else 1
     found = candidates(shape, base, cluster, gpu_bytes, arguments.checkpointing)
     choice = best(found, per_node)
@@ -372,6 +403,13 @@ def run(arguments: argparse.Namespace, argv: list[str]) -> int:
     _print(content, arguments.json, title, states)
     if choice is not None and not arguments.json:
         print(_placement(choice.training, cluster))
+        fastest = best(found)
+        if fastest is not None and fastest.training.cp_size > per_node >= choice.training.cp_size:
+            ratio = fastest.tokens_per_second / choice.tokens_per_second
+            print(
+                f"A sequence over several nodes, cp_size {fastest.training.cp_size}, would train {ratio:.2f} times the "
+                "tokens a second by the model, whose network was not measured."
+            )
         print(f"With recipes/sft.py: {script_options(choice.training)}")
     if arguments.picture:
         _draw_plan(arguments.picture, shape, found, cluster, title)
