@@ -31,8 +31,9 @@ def causal_conv(
     width = weight.shape[-1] - 1
     if cp.mesh.cp_size > 1 and width > 0:
         halo = shift(x[:, -width:].contiguous(), cp.mesh)
-        if not cp.documents.continues_from_previous:
-            # A document begins here. The halo stays in the graph: the neighbour waits for its gradient, a zero.
+        if not cp.documents.continues_from_previous and cp.mesh.previous_rank is not None:
+            # A document begins here. The first rank's halo is zero; another's stays
+            # in the graph: the neighbour waits for its gradient, a zero.
             halo = halo.masked_fill(torch.ones((), dtype=torch.bool, device=halo.device), 0.0)
     return causal_conv1d(
         x,
