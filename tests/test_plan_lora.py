@@ -23,7 +23,7 @@ from transformers import (
 import hf_cp
 from hf_cp.cli import main
 from hf_cp.kernels.gdn import backend
-from hf_cp.planning.command import best, candidates, cost_of
+from hf_cp.planning.command import best, candidates, chain_limit, cost_of, state_rows
 from hf_cp.planning.cost import Cluster, step_cost
 from hf_cp.planning.memory import Training, estimate, layer_bytes
 from hf_cp.planning.shape import FULL, LINEAR, PUBLISHED, ModelShape, shape_from_config
@@ -217,6 +217,14 @@ def test_adapters_of_qwen3_next_are_refused(tmp_path: Path, capsys: pytest.Captu
     Qwen3NextConfig().save_pretrained(tmp_path)
     assert main(["plan", "--model", str(tmp_path), "--lora", "8"]) == 2
     assert "--lora 8 with a Qwen3-Next" in capsys.readouterr().err
+
+
+def test_where_another_way_is_faster_than_the_chain() -> None:
+    rows = state_rows(PUBLISHED["9B"], Training(2**20), Cluster(8))
+    said = chain_limit(rows)
+    assert "all-gather: faster than the chain from 4 to 8 ranks; " in said
+    assert "logarithmic scan (not implemented): faster than the chain from 4 ranks on" in said
+    assert "all-gather: never faster" in chain_limit(rows[4:])
 
 
 def test_bf16_throughout_is_not_mixed(tmp_path: Path) -> None:

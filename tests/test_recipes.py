@@ -98,6 +98,19 @@ def test_accelerate_knows_every_key_of_a_launch_configuration(path: Path) -> Non
     load_config_from_file(str(path))
 
 
+def test_options_of_the_launcher_come_before_its_configuration() -> None:
+    """What the README and the table of plans say: a mesh or a layer's name without a file of their own."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    options = ["--parallelism_config_cp_size", "4", "--parallelism_config_dp_shard_size", "2"]
+    options += ["--fsdp_transformer_layer_cls_to_wrap", "Qwen3_5MoeDecoderLayer"]
+    command = ["--config_file", str(RECIPES / "gpu_x8.yaml"), *options, "sft.py"]
+    found = _validate_launch_command(launch_command_parser().parse_args(command))[0]
+    assert (found.parallelism_config_cp_size, found.parallelism_config_dp_shard_size) == (4, 2)
+    assert found.fsdp_transformer_layer_cls_to_wrap == "Qwen3_5MoeDecoderLayer"
+    assert (found.num_processes, found.mixed_precision, found.fsdp_version) == (8, "bf16", 2)
+
+
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_windows_are_the_texts_one_after_the_other(
@@ -322,7 +335,10 @@ def mixture(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPat
 
 
 def test_adapters_of_a_mixture_on_two_processes_equal_one(mixture: Path, text_file: Path, tmp_path: Path) -> None:
-    """As `hf-cp plan --lora` has it: frozen weights in bf16, adapters in fp32, FSDP2, layers recomputed."""
+    """As `hf-cp plan --lora` has it: frozen weights in bf16, adapters in fp32, FSDP2, layers recomputed.
+
+    One process alone reads the weights, as the launch configurations for GPUs have it.
+    """
     common = [
         *("--model", mixture, "--dataset", text_file, "--seq_len", "64", "--per_device_train_batch_size", "2"),
         *("--dtype", "bfloat16", "--bf16", "--lora_rank", "4", "--learning_rate", "1e-2", "--max_steps", "2"),
@@ -332,7 +348,7 @@ def test_adapters_of_a_mixture_on_two_processes_equal_one(mixture: Path, text_fi
     shared = [*common, "--gradient_checkpointing", "--gdn_backend", "eager", "--output_dir", tmp_path / "shared"]
     run_script(RECIPES / "sft.py", *map(str, stock), timeout=300)
     launch = FSDP2 | sizes_environment(Layout("fsdp2", cp=2)) | {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    launch |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3_5MoeDecoderLayer"}
+    launch |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3_5MoeDecoderLayer", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     run_script(RECIPES / "sft.py", *map(str, shared), ranks=2, environment=launch, timeout=300)
     expected, found = demo.read_steps(tmp_path / "stock"), demo.read_steps(tmp_path / "shared")
     assert [step for step, _, _ in expected] == [1, 2]

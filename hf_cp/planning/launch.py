@@ -69,7 +69,7 @@ fsdp_config:
   fsdp_transformer_layer_cls_to_wrap: {shape.layer_class}
   fsdp_reshard_after_forward: true
   fsdp_state_dict_type: FULL_STATE_DICT
-  fsdp_cpu_ram_efficient_loading: false
+  fsdp_cpu_ram_efficient_loading: true
   fsdp_offload_params: false
 parallelism_config:
   parallelism_config_dp_replicate_size: {cluster.gpus // training.shards}
