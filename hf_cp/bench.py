@@ -11,7 +11,8 @@ Or trains between ranks and on one device, and compares step by step.
 
 layer: projections, convolution, delta rule, gated norm and output projection of Qwen3.5 in bfloat16, random weights; or
 its full attention. Each row: median milliseconds of forward, backward and both of 20 runs after 5 (of 3 after 1 for
-stock and eager, whose torch loops take long), each waited for, and peak MiB beyond weights and inputs.
+stock and eager, whose torch loops take long), each waited for and started with the host ahead, as in a long step, so
+that it is the device's time; and peak MiB beyond weights and inputs.
 
 step: forward, backward, clipping and fused AdamW of a random Qwen3.5 with its whole vocabulary, as many layers as the
 estimate of hf-cp plan lets fit; medians of 10 steps after 3 (of 2 after 1 for stock, eager and very long sequences).

@@ -218,10 +218,10 @@ def measure(variant: Variant, tokens: int, shape: ModelShape, ranks: Ranks, trac
         results(layer, parameters, x, dy)
 
     gc.collect()
-    forward_time = timed(forward, ranks, *runs)
+    forward_time = timed(forward, ranks, *runs, host=False)
     held = torch.cuda.memory_allocated() if ranks.device.type == "cuda" else 0
     ranks.forget_peaks()
-    both_time = timed(both, ranks, *runs)
+    both_time = timed(both, ranks, *runs, host=False)
     allocated, reserved = ranks.peaks()
     row: dict[str, Any] = {
         "layer code": variant.code,

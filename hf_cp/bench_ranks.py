@@ -1,6 +1,7 @@
 """What the tables of `hf-cp bench` measure with, on one device and between the ranks that torchrun starts.
 
-Every sample begins when all ranks have met and their devices are idle, and counts as long as the slowest rank takes.
+Every sample begins when all ranks have met, and counts as long as the slowest rank takes. Their devices are idle then,
+so that a sample holds the host's time too, or the host gets a start and a sample is the devices' time.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from .mesh import CpMesh
+
+# What a device sleeps while the host enqueues a sample: about 10 ms.
+_HEAD_START_CYCLES = 20_000_000
 
 # Takes the function that marks the end of a part.
 Call = Callable[[Callable[[], None]], object]
@@ -56,6 +60,13 @@ class Ranks:
             dist.barrier(self.mesh.group)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def head_start(self) -> None:
+        """Make the device sleep, then meet the others: what is enqueued next starts on all devices at once."""
+        if self.device.type == "cuda":
+            torch.cuda._sleep(_HEAD_START_CYCLES)
+            if self.mesh.group is not None:
+                dist.all_reduce(torch.zeros(1, device=self.device), group=self.mesh.group)
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Of each value the largest of all ranks, where NaN is the largest of all."""
@@ -171,8 +182,11 @@ class Timing:
         return [statistics.median(part) for part in self.parts]
 
 
-def timed(call: Call, ranks: Ranks, warm_up: int, repeats: int) -> Timing:
+def timed(call: Call, ranks: Ranks, warm_up: int, repeats: int, *, host: bool = True) -> Timing:
     """Time calls that end their parts with the function that they are given; what is after the last mark is a part.
+
+    Args:
+        host: whether the host's time counts where it is the longer one.
 
     Raises:
         ValueError: no repeats.
@@ -182,6 +196,8 @@ def timed(call: Call, ranks: Ranks, warm_up: int, repeats: int) -> Timing:
     samples = []
     for turn in range(warm_up + repeats):
         ranks.meet()
+        if not host:
+            ranks.head_start()
         clock = Clock(ranks.device.type)
         clock.mark()
         call(clock.mark)
