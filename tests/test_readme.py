@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 from forked_scripts import run_script
 from transformers import TrainingArguments
 
@@ -89,7 +90,7 @@ def test_options_of_the_commands_exist() -> None:
     known = {
         field.name for kind in (sft.DataArguments, sft.ModelArguments, TrainingArguments) for field in fields(kind)
     }
-    known |= {"no_patch", "config_file", "machine_rank", "main_process_ip"}
+    known |= {"no_patch"} | {action.dest for action in launch_command_parser()._actions}
     commands = [block for text in (README, RECIPES_README) for block in blocks(text, "sh") if "sft.py" in block]
     assert commands
     for command in commands:

@@ -33,6 +33,7 @@ from transformers import (
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.utils.import_utils import is_liger_kernel_available
 
+from hf_cp import cli
 from hf_cp.planning.launch import script_options
 from hf_cp.planning.memory import Training
 
@@ -358,6 +359,12 @@ def test_adapters_of_a_mixture_on_two_processes_equal_one(mixture: Path, text_fi
     adapters = load_file(tmp_path / "shared" / "adapter_model.safetensors")
     assert adapters.keys() == load_file(tmp_path / "stock" / "adapter_model.safetensors").keys()
     assert all(x.dtype == torch.float32 and bool(x.any()) for x in adapters.values())
+
+
+def test_table_of_plans_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    table = (RECIPES / "README.md").read_text().partition("<!-- plan table -->\n")[2].partition("<!-- end -->\n")[0]
+    assert cli.main(["plan", "--table"]) == 0
+    assert capsys.readouterr().out == table, "put the output of `hf-cp plan --table` between the marks"
 
 
 PLANS = [
