@@ -190,6 +190,8 @@ def _step_table(arguments: argparse.Namespace, size: int) -> Callable[[Ranks, Em
     room = 0.0
     if arguments.device == "cuda":
         room = 0.9 * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    if arguments.liger:
+        bench_step.check_liger(arguments.device)
     cases = bench_step.cases(arguments, asked, size, room)
     for case in cases:
         _check_heads(case.shape, case.settings, size)
@@ -228,6 +230,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab", type=int, help="for steps, instead of the model's own")
     parser.add_argument("--checkpointing", default="off", help="for steps: off, full or off,full")
     parser.add_argument("--precision", choices=("mixed", "bf16", "fp32"), help="of weights; fp32 for trajectories only")
+    parser.add_argument("--liger", action="store_true", help="for steps: norms and MLPs on Liger's kernels")
     parser.add_argument("--out", type=Path, metavar="FOLDER")
     parser.add_argument("--profile", type=Path, metavar="FOLDER")
     bench_trajectory.add_arguments(parser)

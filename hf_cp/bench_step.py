@@ -10,6 +10,7 @@ import gc
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ class Case:
         tokens: of the whole sequence.
         precision: as in `Training`. repeats: warm-up steps and timed steps.
         settings: further arguments of `hf_cp.patch`: modes and projections.
+        liger: whether norms and MLPs run on Liger's kernels.
     """
 
     name: str
@@ -89,6 +91,12 @@ class Case:
     precision: str
     repeats: tuple[int, int]
     settings: dict[str, str] = field(default_factory=dict)
+    liger: bool = False
+
+    @property
+    def code(self) -> str:
+        """What computes the layers, as a row shows it."""
+        return f"{self.implementation}, liger" if self.liger else self.implementation
 
     @property
     def mode(self) -> str:
@@ -151,6 +159,33 @@ def make_model(shape: ModelShape, device: str | torch.device, dtype: torch.dtype
     return model.to(dtype).train()
 
 
+def check_liger(device: str) -> None:
+    """Raise where Liger's kernels cannot run.
+
+    Raises:
+        ValueError: it is not installed, or there is no GPU.
+    """
+    if find_spec("liger_kernel") is None:
+        raise ValueError("--liger: liger-kernel is not installed: pip install liger-kernel")
+    if device != "cuda":
+        raise ValueError("--liger: its kernels run on GPUs only: drop it, or --device cpu")
+
+
+def model_of(case: Case, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model of a case before it is patched, with the layers of ``shape``."""
+    model = make_model(shape, device, dtype)
+    if case.liger:
+        import liger_kernel.transformers as liger  # pyright: ignore[reportMissingImports]
+        from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+        # It also replaces classes for the whole process, in which models without it are made too.
+        classes = modeling.Qwen3_5RMSNorm, modeling.Qwen3_5MLP
+        # Its loss would take the place of the patched model's.
+        liger.apply_liger_kernel_to_qwen3_5(model=model, fused_linear_cross_entropy=False)
+        modeling.Qwen3_5RMSNorm, modeling.Qwen3_5MLP = classes
+    return model
+
+
 def prepare(model: Any, implementation: str) -> Any:
     """The model as it is, or patched for one device."""
     from .patch import patch
@@ -202,9 +237,9 @@ def errors(case: Case, ranks: Ranks, dtype: torch.dtype, expected: dict[str, tor
     """Relative L2 distances to the exact results, the same numbers on every rank. Stock runs on each by itself."""
     shape = replace(case.shape, layer_types=CHECKED_LAYERS)
     if ranks.size > 1 and case.implementation != "stock":
-        model = spread(make_model(shape, ranks.device, weights_dtype(case)), case, ranks)
+        model = spread(model_of(case, shape, ranks.device, weights_dtype(case)), case, ranks)
     else:
-        model = prepare(make_model(shape, ranks.device, dtype), case.implementation)
+        model = prepare(model_of(case, shape, ranks.device, dtype), case.implementation)
     found = _loss_and_gradients(model, token_ids(shape, CHECKED_TOKENS, ranks.device))
     distances = [float((found[name].double() - x).norm() / x.norm()) for name, x in expected.items()]
     return dict(zip(expected, ranks.largest(distances), strict=True))
@@ -251,8 +286,8 @@ def measure(case: Case, ranks: Ranks, room: float, traces: Path | None) -> dict[
     row["tokens"] = case.tokens
     if ranks.size > 1:
         row["local tokens"] = case.tokens // ranks.size
-    row |= {"checkpointing": "full" if case.checkpointing else "off", "layer code": case.implementation}
-    if case.implementation not in ("stock", "eager"):
+    row |= {"checkpointing": "full" if case.checkpointing else "off", "layer code": case.code}
+    if case.implementation not in ("stock", "eager") and not case.liger:
         row["estimated GiB"] = estimate(case.shape, case.training(ranks.size)).peak / GIB
     if ranks.size > 1 and ranks.device.type == "cuda" and row.get("estimated GiB", 0) * GIB > room:
         return row | {"note": f"not tried: more than {room / GIB:.0f} GiB by the estimate"}
@@ -271,7 +306,7 @@ def measure(case: Case, ranks: Ranks, room: float, traces: Path | None) -> dict[
 
 
 def _measured(case: Case, ranks: Ranks, traces: Path | None) -> dict[str, Any]:
-    model = make_model(case.shape, ranks.device, weights_dtype(case))
+    model = model_of(case, case.shape, ranks.device, weights_dtype(case))
     model = spread(model, case, ranks) if ranks.size > 1 else prepare(model, case.implementation)
     # FSDP's policy does it between ranks.
     autocast = case.precision == "mixed" and ranks.size == 1
@@ -299,7 +334,7 @@ def _measured(case: Case, ranks: Ranks, traces: Path | None) -> dict[str, Any]:
         allocated, reserved = ranks.peaks()
         row |= {"peak GiB": allocated / GIB, "reserved GiB": reserved / GIB}
     if traces is not None:
-        parts = ["step", case.name, f"{len(case.shape.layer_types)}layers", case.implementation]
+        parts = ["step", case.name, f"{len(case.shape.layer_types)}layers", *case.code.split(", ")]
         parts += [part for part in case.mode.replace(",", "/").replace(" ", "").split("/") if part]
         parts += [f"{ranks.size}x{case.tokens // ranks.size}", "full" if case.checkpointing else "off"]
         write_trace(step, ranks, traces, "-".join(parts))
@@ -385,7 +420,8 @@ def cases(arguments: Any, variants: Sequence[tuple[str, dict[str, str]]], ranks:
         shape = SHAPES[name].with_layers(int(layers) or len(SHAPES[name].layer_types))
         if arguments.vocab:
             shape = replace(shape, vocab=arguments.vocab)
-        case = Case(name, shape, implementation, 8192, checkpointing == "full", arguments.precision, (3, 10), settings)
+        how: Any = (checkpointing == "full", arguments.precision, (3, 10), settings, arguments.liger)
+        case = Case(name, shape, implementation, 8192, *how)
         length = longest(shape, case.training(ranks), room) if tokens == "longest" else int(tokens)
         case = replace(case, tokens=length)
         if room:
@@ -407,12 +443,12 @@ def check(found: Sequence[Case], ranks: Ranks, say: Callable[[str], None]) -> No
         different = {(case.implementation, case.mode): case for case in found if case.name == name}
         sample = next(iter(different.values()))
         expected = exact(sample.shape, ranks.device, dtype)
-        stock = errors(replace(sample, implementation="stock"), ranks, dtype, expected)
+        stock = errors(replace(sample, implementation="stock", liger=False), ranks, dtype, expected)
         for (implementation, mode), case in different.items():
-            if implementation == "stock":
+            if implementation == "stock" and not case.liger:
                 continue
             measured = errors(case, ranks, dtype, expected)
-            code = f"{implementation}, {mode}" if mode else implementation
+            code = f"{case.code}, {mode}" if mode else case.code
             reason = refusal(measured, stock)
             if reason is not None:
                 raise ValueError(f"{code} is not timed: {name}: {reason}")

@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,18 @@ def test_a_step_that_fails_its_check_is_not_timed(
     said = capsys.readouterr()
     assert "eager is not timed: tiny: model.layers.0.linear_attn.in_proj_qkv.weight is 2.0e-01 away" in said.err
     assert not said.out
+
+
+def test_steps_with_liger(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its kernels do not run here; which models get them can be seen."""
+    assert main([*STEP, "--liger"]) == 2
+    assert "--liger: " in capsys.readouterr().err
+    pytest.importorskip("liger_kernel")
+    case = bench_step.Case("tiny", bench_step.TINY, "stock", 8, False, "bf16", (0, 1))
+    for liger in (True, False):
+        model = bench_step.model_of(replace(case, liger=liger), case.shape, torch.device("cpu"), torch.float32)
+        assert liger == ("liger" in str(model.model.norm.forward.__func__.__module__))
+        assert "forward" not in model.__dict__
 
 
 def test_errors_that_are_permitted() -> None:
