@@ -1,6 +1,6 @@
 """Registration of kernels with PyTorch: `torch.compile` keeps each in its graphs as one node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,22 +32,30 @@ class Operator:
     ) -> None:
         self.registered = registered
         self._function = function
-        self._node = None if backward is None else _node(registered, function, setup_context, backward)
+        # An autograd function does not see tensors in lists.
+        lists = any(str(argument.type) == "List[Tensor]" for argument in registered.default._schema.arguments)
+        self._node = None if lists or backward is None else _node(registered, function, setup_context, backward)
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or _observed(args):
             return self.registered(*args)
-        if self._node is not None and torch.is_grad_enabled():
-            results = self._node.apply(*args)
-            return list(results) if self._node.returns_list else results
-        return self._function(*args)
+        if not torch.is_grad_enabled():
+            return self._function(*args)
+        if self._node is None:
+            return self.registered(*args)
+        results = self._node.apply(*args)
+        return list(results) if self._node.returns_list else results
 
 
-def _observed(args: tuple[Any, ...]) -> bool:
+def _observed(args: Iterable[Any]) -> bool:
     """Whether something besides autograd has to see the operator as one."""
     if torch._C._len_torch_dispatch_stack() or _functorch.peek_interpreter_stack() is not None:
         return True
-    return any(isinstance(x, torch.Tensor) and type(x) not in (torch.Tensor, Parameter) for x in args)
+    return any(_observed(x) if type(x) is list else _is_special(x) for x in args)
+
+
+def _is_special(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and type(x) not in (torch.Tensor, Parameter)
 
 
 def _node(
