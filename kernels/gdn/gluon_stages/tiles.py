@@ -6,6 +6,7 @@
 # pyright: reportAttributeAccessIssue=false
 
 import functools
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -48,6 +49,6 @@ def tiles(x: torch.Tensor | None, block: list[int]) -> TensorDescriptor | None:
 
 
 @functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     # Making one takes 17 us of the host, and a layer's launches take 60 of them.
     return gl.NVMMASharedLayout.get_default_for(list(block), DTYPES[dtype])
