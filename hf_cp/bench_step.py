@@ -287,9 +287,12 @@ def measure(case: Case, ranks: Ranks, room: float, traces: Path | None) -> dict[
     if ranks.size > 1:
         row["local tokens"] = case.tokens // ranks.size
     row |= {"checkpointing": "full" if case.checkpointing else "off", "layer code": case.code}
-    if case.implementation not in ("stock", "eager") and not case.liger:
-        row["estimated GiB"] = estimate(case.shape, case.training(ranks.size)).peak / GIB
-    if ranks.size > 1 and ranks.device.type == "cuda" and row.get("estimated GiB", 0) * GIB > room:
+    estimated = 0.0
+    if case.implementation not in ("stock", "eager"):
+        estimated = estimate(case.shape, case.training(ranks.size)).peak
+        if not case.liger:  # whose kernels keep less
+            row["estimated GiB"] = estimated / GIB
+    if ranks.size > 1 and ranks.device.type == "cuda" and estimated > room:
         return row | {"note": f"not tried: more than {room / GIB:.0f} GiB by the estimate"}
     out_of_memory = None
     try:
