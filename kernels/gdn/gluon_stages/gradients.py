@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton_stages.chunks import CHUNK, PROGRAMS, Chunks
 from ..triton_stages.launch import SIZES, Kernel, on_device
-from .compatible import HAS_REINTERPRET, async_load, async_store, barrier
-from .prepare import Prepared
+from .compatible import async_load, async_store, barrier, view
+from .prepare import Prepared, exp2
 from .scales import BETA, GATE, KEY_NORM, QUERY_NORM, READ, SCALE_ROWS, WRITE
 from .state import Chains
 from .tiles import DTYPES, chunk_tokens, tiles
@@ -75,8 +75,8 @@ def _load(
 ):
     tile_layout: gl.constexpr = s_k.layout
     state_layout: gl.constexpr = s_state.layout
-    s_again = _view(s_pair, DTYPE, [1, _D, _D], state_layout)
-    s_q = _view(s_state, DTYPE, [2, 1, _C, _D], tile_layout)
+    s_again = view(s_pair, DTYPE, [1, _D, _D], state_layout)
+    s_q = view(s_state, DTYPE, [2, 1, _C, _D], tile_layout)
     for step in range(steps):
         i_task = step // GROUP
         i_group = step - i_task * GROUP
@@ -132,22 +132,6 @@ def _store(d_x, p_x, s_tile, i_row, first, column, width, length, PACKED: gl.con
             async_store(d_x, [i_row, first, column], s_tile)
     else:
         async_store(d_x, [i_row, first, column], s_tile)
-
-
-@gluon.jit
-def _view(s_tile, DTYPE: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory as another shape."""
-    if HAS_REINTERPRET:  # noqa: SIM108
-        s_view = s_tile.reinterpret(DTYPE, shape, layout)
-    else:
-        s_view = s_tile._reinterpret(DTYPE, shape, layout)
-    return s_view
-
-
-@gluon.jit
-def _exp2(x):
-    """One instruction, where exp2 takes four: what it loses is below 2^-126, and flushed to zero."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -255,10 +239,10 @@ def _run(
     no_wide = gl.full([_C, _D], 0.0, gl.float32, wide)
     no_square = gl.full([_C, _C], 0.0, gl.float32, square)
     HV = H * GROUP
-    s_again = _view(s_pair, DTYPE, [1, _D, _D], state_layout)
-    s_q = _view(s_state, DTYPE, [2, 1, _C, _D], tile_layout)
-    s_spare = _view(s_state, DTYPE, [4, _C, _C], block_layout)
-    s_out = _view(s_blocks, DTYPE, [1, 1, _C, _D], tile_layout)
+    s_again = view(s_pair, DTYPE, [1, _D, _D], state_layout)
+    s_q = view(s_state, DTYPE, [2, 1, _C, _D], tile_layout)
+    s_spare = view(s_state, DTYPE, [4, _C, _C], block_layout)
+    s_out = view(s_blocks, DTYPE, [1, 1, _C, _D], tile_layout)
 
     p_partial += first_task * (2 * _C * _D)
     for step in range(steps):
@@ -369,7 +353,7 @@ def _run(
         b_z += _widened(b_da, DTYPE) * _widened(s_blocks.index(nil).load(square), DTYPE)
         b_z = _rounded(b_z, DTYPE)
         b_decay = gl.where(m_i >= m_j, b_gate_i[:, None] - b_gate_j[None, :], float("-inf"))
-        b_n = _factor(b_dp * _exp2(b_decay), DTYPE)
+        b_n = _factor(b_dp * exp2(b_decay), DTYPE)
         barrier()
         mbarrier.arrive(empty.index(2))
         attention.store(b_half)
@@ -388,7 +372,7 @@ def _run(
         b_gate_j = s_rows.index(0).load(column)
         b_dl = warpgroup_mma_wait(0, [b_dl])
         b_decay = gl.where(m_i > m_j, b_gate_i[:, None] - b_gate_j[None, :], float("-inf"))
-        b_dl *= -_exp2(b_decay)
+        b_dl *= -exp2(b_decay)
         b_kk = warpgroup_mma(keys, keys.permute((1, 0)), no_square, use_acc=False, is_async=True)
         b_kk = warpgroup_mma_wait(0, [b_kk])
         b_dbeta = s_rows.index(1).load(row) + gl.convert_layout(gl.sum(b_dl * b_kk, axis=1), row)
@@ -418,7 +402,7 @@ def _run(
         b_dend = gl.sum(b_dk * _widened(s_k.index(nil).reshape([_C, _D]).load(wide), DTYPE), axis=1) * (1 / LIFT)
         b_trace = warpgroup_mma_wait(0, [b_trace])
         b_chunk = gl.sum(gl.where(m_i == m_j, b_trace, 0.0), axis=1)
-        b_chunk = gl.convert_layout(b_chunk, row) * _exp2(last_gate)
+        b_chunk = gl.convert_layout(b_chunk, row) * exp2(last_gate)
         barrier()
         mbarrier.arrive(empty.index(1))
         nil = _nil(step)
@@ -459,7 +443,7 @@ def _run(
         mbarrier.wait(full.index(4), phase)
         b_dq = warpgroup_mma(s_values.index(nil).reshape([_C, _D]), again, no_wide, use_acc=False, is_async=True)
         b_dk, b_dq = warpgroup_mma_wait(0, [b_dk, b_dq])
-        b_dq *= (_exp2(b_gate) * (b_query_norm * (scale * LIFT)))[:, None]
+        b_dq *= (exp2(b_gate) * (b_query_norm * (scale * LIFT)))[:, None]
         b_dbegin += gl.sum(b_dq * _widened(queries.load(wide), DTYPE), axis=1)
         s_rows.index(0).store(b_dbegin * (1 / LIFT) + b_chunk)
         s_rows.index(1).store(b_dend + b_chunk)

@@ -92,7 +92,7 @@ def _pending(mode, ring, tile, count):
 
 
 @gluon.jit
-def _exp2(x):
+def exp2(x):
     """One instruction, where exp2 takes four: what it loses is below 2^-126, and flushed to zero."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
@@ -452,11 +452,11 @@ def _prepare_kernel(
             )
             b_gate = gl.associative_scan(b_g, 0, _add)
             last = gl.sum(b_g, axis=0)
-            b_end = _exp2((last - b_gate) * _LOG2E)
+            b_end = exp2((last - b_gate) * _LOG2E)
             b_x = p_key_norm.load(_TOKENS)
             p_row = p_scales + i_block.to(gl.int64) * (_SCALE_ROWS * _C) + o_c
-            gl.store(p_row + _READ * _C, _exp2(b_gate * _LOG2E) * b_x)
-            gl.store(p_row + _DECAY * _C, _exp2(last * _LOG2E) + gl.zeros_like(b_gate))
+            gl.store(p_row + _READ * _C, exp2(b_gate * _LOG2E) * b_x)
+            gl.store(p_row + _DECAY * _C, exp2(last * _LOG2E) + gl.zeros_like(b_gate))
             gl.store(p_row + _GATE * _C, b_gate)
             if MODE != _OUTPUT:
                 gl.store(p_row + _KEY_NORM * _C, b_x)
@@ -515,8 +515,8 @@ def _prepare_kernel(
             if QUERIES:
                 # The exponent is positive above the diagonal alone, where what it scales is zero.
                 b_gate_row = p_gate.load(S_ROW)
-                b_decay = _exp2(gl.minimum(b_gate_row[:, None] - p_gate.load(S_COL)[None, :], 0.0))
-                b_begin = (_exp2(b_gate_row) * b_post_scale)[:, None]
+                b_decay = exp2(gl.minimum(b_gate_row[:, None] - p_gate.load(S_COL)[None, :], 0.0))
+                b_begin = (exp2(b_gate_row) * b_post_scale)[:, None]
             if MODE == _GRADIENT:
                 b_products = warpgroup_mma_wait(0, deps=[b_products])
                 b_pair = gl.where(o_again[:, None] >= o_col[None, :], b_products, 0.0)
@@ -590,7 +590,7 @@ def _prepare_kernel(
                     barrier()
                     async_store(d_writes, [i_block * K, 0], p_stage.index(3 % RING))
                     async_store(d_writes, [i_block * K + HALF, 0], p_stage.index(4 % RING))
-                    b_reads_end = b_x_row * _exp2(last * _LOG2E)
+                    b_reads_end = b_x_row * exp2(last * _LOG2E)
                     b_reads_right = warpgroup_mma(b_reads_left, p_right, zero, use_acc=False, is_async=True)
                     b_reads = warpgroup_mma_wait(1, deps=[b_reads])
                     tma.store_wait(_pending(MODE, RING, 5, 2))

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton_stages.chunks import CHUNK, Chunks
 from ..triton_stages.launch import SIZES, Kernel, on_device
-from .compatible import HAS_REINTERPRET, async_load, async_store, barrier
+from .compatible import async_load, async_store, barrier, view
 from .prepare import Prepared
 from .scales import DECAY, KEY_NORM, READ, SCALE_ROWS
 from .tiles import DTYPES, tiles
@@ -564,10 +564,8 @@ def _backward_kernel(
     steps = gl.maximum(end - begin, 0)
     if pid % CHAINS == 1:
         if HAS_STATES:
-            if HAS_REINTERPRET:
-                s_writes = s_reads.reinterpret(DTYPE, [_STAGES, _D, _C], d_writes.layout)
-            else:
-                s_writes = s_reads._reinterpret(DTYPE, [_STAGES, _D, _C], d_writes.layout)
+            writes_layout: gl.constexpr = d_writes.layout
+            s_writes = view(s_reads, DTYPE, [_STAGES, _D, _C], writes_layout)
             token = first + begin * _C
             i_chunk = (first_chunk + begin) * HV + i_hv
             gl.warp_specialize(
