@@ -225,6 +225,9 @@ def test_json_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--model", "0.8B", "--gpus", "12"], "--gpus 12 is not a multiple of --gpus-per-node 8"),
         (["--model", "0.8B", "--scale", "--write", "x"], "--write with --scale"),
         (["--model", "27B", "--gpus", "1", "--write", "x"], "--write x: nothing fits"),
+        ([], "--model is missing: give a config.json, a folder with one, or the name of a Qwen3.5"),
+        (["--model", "4B", "--lora", "8", "--precision", "bf16"], "--lora 8 with --precision bf16"),
+        (["--model", "4B", "--nodes", "2", "--gpus-per-node", "4"], "--nodes with --gpus-per-node"),
     ],
 )
 def test_refusals_are_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,18 +233,3 @@ def test_bf16_throughout_is_not_mixed(tmp_path: Path) -> None:
     assert yaml.safe_load(path.read_text())["mixed_precision"] == "no"
     assert "--dtype bfloat16" in path.read_text()
     assert "--bf16" not in path.read_text()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ([], "--model is missing: give a config.json, a folder with one, or the name of a Qwen3.5"),
-        (["--model", "4B", "--lora", "8", "--precision", "bf16"], "--lora 8 with --precision bf16"),
-        (["--model", "4B", "--nodes", "2", "--gpus-per-node", "4"], "--nodes with --gpus-per-node"),
-    ],
-)
-def test_refusals_are_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *options]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"hf-cp plan: {said}")
-    assert error.count("\n") == 1
