@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .collectives import exchange_objects, exchange_vector
 from .mesh import CpMesh
+
+_logger = logging.getLogger("hf_cp")
 
 # What ranks must agree on, in the order of the report: two sizes, tensors and options by their hash, one plain number.
 _SIZES = ("batch size", "sequence length")
@@ -50,6 +58,68 @@ def _hash(value: Any) -> torch.Tensor:
     return fingerprint(torch.as_tensor(value) if given else None)
 
 
+# Seconds after which a rank that waits says so.
+_PATIENCE = 60.0
+
+_ABSENT = (
+    "every rank of the group must make the same calls of the model: does one of them generate alone, go on with a KV "
+    "cache, skip a batch, or end early?"
+)
+
+
+class _Watch:
+    """Writes a line, once a wait, where this process waits for long: a thread that looks at a clock once a second."""
+
+    def __init__(self) -> None:
+        self._wait: tuple[float, str] | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, begin: float, place: str) -> None:
+        self._wait = begin, place
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="hf_cp_waiting", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._wait = None
+
+    def _run(self) -> None:
+        told = None
+        while True:
+            time.sleep(min(_PATIENCE, 1.0))
+            wait = self._wait
+            if wait is not None and wait is not told and time.monotonic() - wait[0] > _PATIENCE:
+                told = wait
+                _logger.warning(f"{wait[1]} has waited {_PATIENCE:.0f} s at a forward, and still does; {_ABSENT}")
+
+
+_watch = _Watch()
+
+
+@contextlib.contextmanager
+def _waiting_for_others(mesh: CpMesh) -> Iterator[None]:
+    """Within the context, this rank waits for the others of its group; after a minute it says so.
+
+    Raises:
+        RuntimeError: over gloo, in one line: a rank has ended, or did not come within the timeout of the process group.
+            Under NCCL its watchdog ends the process then.
+    """
+    place = f"context-parallel rank {mesh.cp_rank} of {mesh.cp_size}"
+    begin = time.monotonic()
+    _watch.start(begin, place)
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise RuntimeError(
+            f"{place} waited {time.monotonic() - begin:.0f} s at a forward; {_ABSENT} ({reason})"
+        ) from error
+    finally:
+        _watch.stop()
+
+
 # What a rank's first number says: that it joins in a sharded call, refuses it, or keeps a KV cache instead.
 _SHARDS, _REFUSES, _CACHES = 0, 1, 2
 
@@ -65,25 +135,27 @@ def agree(
         refusal: this rank's reason not to run the call, or ``None``. With a reason, nothing else is looked at.
         inputs: token ids ``[B, T]`` or embeddings ``[B, T, D]`` of the whole sequence.
         kind: a small integer for what is asked; ranks must ask for the same.
-        cached: the call begins a KV cache. It is not sharded, and nothing but this is looked at.
+        cached: the call has a KV cache. It is not sharded, and nothing but this is looked at.
         hashed: tensors, numbers or ``None``, by the names of `_HASHED` with underscores.
 
     Raises:
         ValueError: naming what differs, the values of all ranks and the remedy.
+        RuntimeError: a rank has ended, or did not come within the timeout of the process group; on the ranks that wait.
     """
     if mesh.cp_size == 1:
         if refusal is not None:
             raise ValueError(refusal)
         return
     fields = (*_SIZES, *_HASHED, _KIND)
-    if refusal is not None or cached:
-        rows = exchange_vector([_CACHES if refusal is None else _REFUSES] + [0] * len(fields), mesh)
-    else:
+    row: Any = [_CACHES if refusal is None else _REFUSES] + [0] * len(fields)
+    if refusal is None and not cached:
         hashed["inputs"] = inputs
         hashes = [_hash(hashed.get(name.replace(" ", "_"))).to(inputs.device) for name in _HASHED]
         head = torch.tensor([_SHARDS, *inputs.shape[:2]], dtype=torch.int64, device=inputs.device)
         tail = torch.tensor([kind], dtype=torch.int64, device=inputs.device)
-        rows = exchange_vector(torch.cat([head, torch.stack(hashes), tail]), mesh)
+        row = torch.cat([head, torch.stack(hashes), tail])
+    with _waiting_for_others(mesh):
+        rows = exchange_vector(row, mesh)
     if any(row[0] == _REFUSES for row in rows):
         reasons = exchange_objects(refusal, mesh)
         rank, reason = next((r, text) for r, text in enumerate(reasons) if text is not None)

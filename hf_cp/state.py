@@ -21,12 +21,14 @@ class PatchState:
         mesh: the context-parallel group; of size 1 until a group is bound.
         min_local: least tokens a rank must hold (the convolution's halo has one sender).
         announced: the group that the start-up line was written for.
+        weights_sharded: FSDP2 was seen around the head: calls with a KV cache need all ranks.
     """
 
     config: PatchConfig
     mesh: CpMesh
     min_local: int
     announced: CpMesh | None = None
+    weights_sharded: bool = False
 
 
 def patch_state(model: nn.Module) -> PatchState | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +40,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfi
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
 import hf_cp
+from hf_cp import entry
 from hf_cp.class_swap import is_patched
 from hf_cp.testing import TINY_FIELDS, CommunicationLog, World, allow_fsdp2_on_cpu, tiny_qwen3_5
 
@@ -299,6 +302,19 @@ def mixed_caches(rank: int, size: int) -> list[str]:
         ),
         refusal(lambda: head.generate(ids, max_new_tokens=2, pad_token_id=0, use_cache=rank == 1)),
     ]
+    # Caches that hold tokens, of which the group knows nothing: the stock model's, and a copy of one that it began.
+    stock: Any = hf_cp.unpatch(copy.deepcopy(head))
+    with torch.no_grad():
+        begun = head(input_ids=ids, use_cache=True).past_key_values
+        for foreign in (stock(input_ids=ids, use_cache=True).past_key_values, copy.deepcopy(begun)):
+            cache = {"past_key_values": foreign} if rank == 1 else {}
+            texts.append(refusal(lambda cache=cache: head(input_ids=ids, **cache)))
+        # Where every rank brings one, that is agreed on once; each goes on for as long as it likes.
+        for cache, messages in ((copy.deepcopy(begun), ["all_gather"]), (begun, [])):
+            with CommunicationLog() as log:
+                for _ in range(1 + rank):
+                    head(input_ids=ids[:, :1], past_key_values=cache)
+            assert log.names == messages
     # The reason of a rank that refuses its call beats the mixture.
     beaten = refusal(
         lambda: head(input_ids=ids, use_cache=True) if rank else head(input_ids=ids, output_attentions=True)
@@ -309,7 +325,6 @@ def mixed_caches(rank: int, size: int) -> list[str]:
     with torch.no_grad(), CommunicationLog() as log:
         found = head.generate(prompt, max_new_tokens=3 + rank, do_sample=False, pad_token_id=0)
     assert log.names == ["all_gather"]
-    stock: Any = hf_cp.unpatch(copy.deepcopy(head))
     assert torch.equal(found, stock.generate(prompt, max_new_tokens=3 + rank, do_sample=False, pad_token_id=0))
     assert head.train()(input_ids=ids, labels=ids).loss.isfinite()
     return texts
@@ -323,6 +338,79 @@ def test_cached_calls_on_some_ranks(world: Worlds) -> None:
         assert "\n" not in text
     assert "ranks 1 of 0 to 3" in results[0][0]
     assert "ranks 0, 2, 3 of 0 to 3" in results[0][1]
+
+
+def sharded_weights(rank: int, size: int) -> list[str]:
+    """FSDP2 gathers weights in each call, so that no rank can go on with a cache while another does something else."""
+    ids, texts = token_ids(), []
+    for wrapped in ("layers", "head", "layers and head"):
+        model = copy.deepcopy(bound_model()).eval()
+        stock: Any = hf_cp.unpatch(copy.deepcopy(model))
+        mesh = init_device_mesh("cpu", (size,))
+        for layer in model.model.layers if "layers" in wrapped else []:
+            fully_shard(layer, mesh=mesh)
+        if "head" in wrapped:
+            fully_shard(model, mesh=mesh)
+        with torch.no_grad():
+            begun = model(input_ids=ids, use_cache=True).past_key_values
+            for _ in range(2):
+                cache = {"past_key_values": begun} if rank == 1 else {}
+                texts.append(refusal(lambda model=model, cache=cache: model(input_ids=ids[:, :1], **cache)))
+            found, expected = (
+                m.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0) for m in (model, stock)
+            )
+            assert torch.equal(found, expected)
+    return texts
+
+
+def test_cached_calls_with_sharded_weights(world: Worlds) -> None:
+    first, second = world(2).run(sharded_weights, timeout=30)
+    assert first == second
+    assert all("use_cache=True on context-parallel ranks 1 of 0 to 1 alone" in text for text in first)
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def waits_in_vain(rank: int, size: int) -> list[str]:
+    """Rank 1 goes on with a cache that the group began, and then does something else; rank 0 does not wait for ever."""
+    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=2.5))
+    model: Any = hf_cp.unpatch(copy.deepcopy(bound_model()))
+    hf_cp.patch(model, gdn_backend="eager", cp_group=group)
+    ids, handler = token_ids(), Lines()
+    begun = model(input_ids=ids, use_cache=True).past_key_values
+    if rank == 1:
+        model(input_ids=ids[:, :1], past_key_values=begun)
+    else:
+        patience, entry._PATIENCE = entry._PATIENCE, 0.5
+        logging.getLogger("hf_cp").addHandler(handler)
+        try:
+            with pytest.raises(RuntimeError) as raised:
+                model(input_ids=ids)
+        finally:
+            entry._PATIENCE = patience
+            logging.getLogger("hf_cp").removeHandler(handler)
+        handler.lines.append(str(raised.value))
+    dist.barrier()
+    return handler.lines
+
+
+def test_a_rank_that_waits_in_vain(world: Worlds) -> None:
+    lines, nothing = world(2).run(waits_in_vain, timeout=20)
+    assert nothing == []
+    warning, error = lines[-2:]
+    for line in (warning, error):
+        assert line.startswith("context-parallel rank 0 of 2")
+        assert "go on with a KV cache" in line
+        assert "\n" not in line
+    assert "still does" in warning
+    assert "Timed out" in error
 
 
 def test_decoder(world: Worlds) -> None:

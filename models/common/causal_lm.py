@@ -25,7 +25,7 @@ from .multimodal import language_model
 from .randomness import own_randomness
 from .router import balance_loss
 from .signature import CallArguments
-from .text_model import is_cached, open_context, pop_as_tuple, whole_output, whole_sequence
+from .text_model import is_cached, open_context, pop_as_tuple, unsharded, whole_output, whole_sequence
 
 # Since transformers 5.24 a tensor of two dimensions selects by row, and may be a mask.
 _STOCK_SELECT: Callable[..., torch.Tensor] | None = getattr(modeling_utils, "slice_logits_to_keep", None)
@@ -76,7 +76,7 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
     refusal = None
     if is_cached(arguments):
         if module._hf_cp.mesh.cp_size == 1 or not training:
-            return stock_forward(module, **arguments.replace())
+            return unsharded(module, stock_forward, arguments)
         refusal = "use_cache: a KV cache cannot be kept in a sharded forward with labels; call with use_cache=False"
     for name in ("labels", "shift_labels"):
         arguments.pop(name)

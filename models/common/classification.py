@@ -13,7 +13,7 @@ from hf_cp.loss import TrainerItemCount, copies_added_up
 from .multimodal import language_model
 from .randomness import own_randomness
 from .signature import CallArguments
-from .text_model import is_cached, open_context, pop_as_tuple, whole_output, whole_sequence
+from .text_model import is_cached, open_context, pop_as_tuple, unsharded, whole_output, whole_sequence
 
 
 def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
     refusal = None
     if is_cached(arguments):
         if module._hf_cp.mesh.cp_size == 1 or labels is None:
-            return stock_forward(module, **arguments.replace(labels=labels))
+            return unsharded(module, stock_forward, arguments, labels=labels)
         refusal = "use_cache: a KV cache cannot be kept in a sharded forward with labels; call with use_cache=False"
     as_tuple = pop_as_tuple(module, arguments)
     body = getattr(module, module.base_model_prefix)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .signature import CallArguments
-from .text_model import is_cached, open_context, pop_as_tuple, whole_decoder_output
+from .text_model import is_cached, open_context, pop_as_tuple, unsharded, whole_decoder_output
 
 
 def language_model(body: Any) -> Any:
@@ -21,8 +21,10 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
     ``cp_opened``, which a patched head gives, and then the hidden states stay local.
     """
     arguments = CallArguments(stock_forward, args, kwargs)
-    if arguments.get("cp_opened") is not None or is_cached(arguments):
+    if arguments.get("cp_opened") is not None:
         return stock_forward(module, **arguments.replace())
+    if is_cached(arguments):
+        return unsharded(module, stock_forward, arguments)
     as_tuple = pop_as_tuple(module, arguments)
     cp, whole = open_context(module.language_model, arguments)
     output = stock_forward(module, **arguments.replace(cp_opened=(cp, whole), return_dict=True))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from torch.distributed.fsdp import FSDPModule
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 
 from hf_cp.collectives import gather_sequence
@@ -16,6 +18,7 @@ from hf_cp.compilation import outside_graphs
 from hf_cp.context import CpContext
 from hf_cp.entry import agree
 from hf_cp.layout import ShardLayout, cu_seqlens_from_position_ids
+from hf_cp.mesh import CpMesh
 from hf_cp.modes.segments import groups, packed_segments, padded_segments, queries_between
 from hf_cp.startup import announce
 
@@ -76,18 +79,43 @@ def _is_empty(cache: Any) -> bool:
     return not linear[0].has_previous_state[0] if linear else cache.get_seq_length() == 0
 
 
-@outside_graphs
-def _agree_on_new_cache(module: Any, arguments: CallArguments) -> None:
-    """Where a cache begins, let the ranks agree that each of them begins one.
+# The group that agreed on a cache. By identity: a copy of a cache is another cache, which no rank has agreed on.
+_agreed: weakref.WeakKeyDictionary[Any, CpMesh] = weakref.WeakKeyDictionary()
 
-    Such a call sends nothing else, and a rank in a sharded one would wait for it. What follows with the cache is not
-    checked: that would cost an exchange a token.
+
+@outside_graphs
+def _agree_on_cache(module: Any, cache: Any) -> None:
+    """Let the ranks agree that each of them begins a cache, or brings one that the group has not seen.
+
+    Such a call is not sharded and sends nothing else, and a rank in a sharded one would wait for it. What follows with
+    the same cache is not checked: ranks may generate different numbers of tokens. Where FSDP2 shards the weights they
+    cannot, for each call gathers them from all ranks; there every call is checked.
 
     Raises:
         ValueError: the same line on every rank of the group.
     """
-    if arguments.cache is None or _is_empty(arguments.cache):
-        agree(module._hf_cp.mesh, refusal=None, cached=True)
+    state = module._hf_cp
+    wrapped = state.weights_sharded or any(isinstance(m, FSDPModule) for m in (module, *module.layers))
+    if wrapped or cache is None or _agreed.get(cache) is not state.mesh or _is_empty(cache):
+        agree(state.mesh, refusal=None, cached=True)
+
+
+@outside_graphs
+def _remember(cache: Any, output: Any, mesh: CpMesh) -> None:
+    """Note that the group agreed on the cache that a call was given, or made."""
+    if cache is None:
+        items = output if isinstance(output, tuple) else output.values()
+        cache = next((item for item in items if isinstance(item, Cache)), None)
+    if cache is not None:
+        _agreed[cache] = mesh
+
+
+def unsharded(module: Any, stock_forward: Any, arguments: CallArguments, **changes: Any) -> Any:
+    """The stock forward of a module above the decoder, for a call with a KV cache; the decoder lets the ranks agree."""
+    state = module._hf_cp
+    if isinstance(module, FSDPModule):
+        state.weights_sharded = True
+    return stock_forward(module, **arguments.replace(**changes))
 
 
 def _read_whole(arguments: CallArguments) -> Whole:
@@ -320,9 +348,13 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
             routers += output["router_logits"]
         return output
     if is_cached(arguments):
-        if module._hf_cp.mesh.cp_size > 1:
-            _agree_on_new_cache(module, arguments)
-        return stock_forward(module, **arguments.replace())
+        mesh, cache = module._hf_cp.mesh, arguments.cache
+        if mesh.cp_size == 1:
+            return stock_forward(module, **arguments.replace())
+        _agree_on_cache(module, cache)
+        output = stock_forward(module, **arguments.replace())
+        _remember(cache, output, mesh)
+        return output
     as_tuple = pop_as_tuple(module, arguments)
     cp, whole = open_context(module, arguments)
     output = run_local(module, stock_forward, arguments, cp, whole)
