@@ -3,7 +3,8 @@
 All processes share one sequence; FSDP2 over the same processes holds the weights and averages gradients in fp32. Both
 sides start from the same random weights and take the same steps: AdamW at 1e-4, weight decay 0.01, clipping at 1, one
 window of a memory-mapped token file a step, whose last tokens are padding on most steps. Rank 0 trains the one device
-first, while the others wait, or reads it from a file.
+first, while the others wait, or reads it from a file. It trains it twice: the second run is the first row, and how far
+it is from the first is what no other row can be held to be under.
 
 Errors are absolute and relative differences of the loss and of the gradient norm before clipping, which both sides sum
 in fp64. Growth is that of the memory allocated on the device, or resident on a CPU, from step 5 to the last.
@@ -16,6 +17,7 @@ and gradients are averaged in each other's memory, which gives the numbers of FS
 from __future__ import annotations
 
 import argparse
+import array
 import contextlib
 import gc
 import itertools
@@ -53,11 +55,15 @@ from .patch import average_gradients, patch
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
 TIMEOUT = timedelta(hours=1)
+# Characters of the text that tokens are learned from: always as many, so that more steps do not change the first ones.
+LEARNED_FROM = 4_000_000
 # Memory is compared from here on: before, the optimizer makes its states and allocators settle.
 SETTLED_STEPS = 5
-# Tokens are bytes. The tiny heads can be spread over four ranks.
+# Without a token file of the user's, tokens are bytes where the vocabulary is this large, else learned from the text.
+BYTES = 256
+# The tiny heads can be spread over four ranks.
 SHAPES = {
-    "report": replace(REPORT.with_layers(4), vocab=256),
+    "report": replace(REPORT.with_layers(4), vocab=4096),
     "tiny": replace(TINY, query_heads=8, key_heads=4, value_heads=8, tied=False),
 }
 GRADIENTS = {
@@ -67,11 +73,16 @@ GRADIENTS = {
 }
 # By device.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "cuda": {"models": "report", "precision": "mixed", "tokens": "4096", "layer_code": "triton"},
+    "cuda": {"models": "report", "precision": "mixed", "tokens": "8192", "layer_code": "triton"},
     "cpu": {"models": "tiny", "precision": "fp32", "tokens": "256", "layer_code": "eager"},
 }
 # Of the relative errors, where weights or computation are in 16 bits, and in fp32.
 BOUNDS = {"bound_loss": (3.8e-4, 1e-5), "bound_norm": (4e-3, 1e-5)}
+# What a row is of: linear mode, attention mode, checkpointing, run. Of the one device, which has no modes:
+Modes = tuple[str, str, str, int]
+ONE_DEVICE: Modes = ("one device", "", "off", 1)
+# torch has no deterministic running sum of floats on CUDA, which these compute with.
+NOT_DETERMINISTIC = ("eager", "stock")
 COLUMNS = (
     *("ranks", "linear", "attention", "checkpointing", "run", "steps"),
     *("max loss rel", "mean loss rel", "max loss abs", "mean loss abs"),
@@ -136,24 +147,65 @@ def _sources() -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
 
 
-def make_token_file(path: Path, count: int) -> None:
-    """Write ``count`` tokens of real text, the bytes of the sources of Python's standard library, as 16-bit numbers.
+def _texts() -> Iterator[str]:
+    return (source.read_bytes().decode("utf-8", "replace") for source in _sources())
+
+
+def learned_tokens(vocab: int) -> Any:
+    """A tokenizer of byte pairs, the same on every call: learned from the start of the text, on one thread.
+
+    Args:
+        vocab: its tokens, at least 256, which are all bytes.
+
+    Returns:
+        A `tokenizers.Tokenizer`; it loses nothing.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer: Any = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=alphabet, show_progress=False)
+    # Every rank learns them, on as many cores as there are.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    tokenizer.train_from_iterator(_start(_texts(), LEARNED_FROM), trainer)
+    return tokenizer
+
+
+def _start(parts: Iterator[Any], count: int) -> Iterator[Any]:
+    """Of texts or sequences, in all ``count`` characters or items; fewer where there are fewer."""
+    for part in parts:
+        yield part[:count]
+        count -= len(part)
+        if count <= 0:
+            return
+
+
+def make_token_file(path: Path, count: int, vocab: int = BYTES) -> None:
+    """Write the first ``count`` tokens of the sources of Python's standard library, as 16-bit little-endian numbers.
+
+    More tokens do not change the first.
+
+    Args:
+        vocab: 256 for bytes, else that of `learned_tokens`.
 
     Raises:
         ValueError: the library holds less.
     """
+    if vocab == BYTES:
+        parts: Iterator[Any] = (source.read_bytes() for source in _sources())
+    else:
+        tokenizer = learned_tokens(vocab)
+        parts = (tokenizer.encode(text).ids for text in _texts())
     with path.open("wb") as file:
-        for source in _sources():
-            data = source.read_bytes()[:count]
-            tokens = bytearray(2 * len(data))
-            tokens[::2] = data
-            file.write(tokens)
-            count -= len(data)
-            if not count:
-                return
-    raise ValueError(
-        f"the text lacks {count} tokens: give fewer --steps or --tokens, or a file of your own with --data"
-    )
+        for tokens in _start(parts, count):
+            array.array("H", list(tokens)).tofile(file)
+            count -= len(tokens)
+    if count:
+        raise ValueError(
+            f"the text lacks {count} tokens: give fewer --steps or --tokens, or a file of your own with --data"
+        )
 
 
 class Windows:
@@ -175,7 +227,7 @@ class Windows:
         self._windows = tokens.view(steps, length)
         largest = int(self._ids(self._windows).max())
         if largest >= vocab:
-            raise ValueError(f"--data {path} has token {largest}: the vocabulary is {vocab}; tokenise by bytes")
+            raise ValueError(f"--data {path} has token {largest}: the vocabulary is {vocab}: tokenise with fewer")
 
     @staticmethod
     def _ids(tokens: Tensor) -> Tensor:
@@ -409,10 +461,15 @@ def train(case: Case, windows: Windows, shared: SharedMean | None = None) -> Cur
 
 @contextlib.contextmanager
 def _determinism(wanted: bool) -> Iterator[None]:
-    """torch's deterministic algorithms within; operators that have none raise."""
+    """torch's deterministic algorithms within; operators that have none raise.
+
+    On CUDA that makes deterministic the backward of scaled-dot-product attention, which adds up dq in any order, that
+    of the embedding, which does so where few tokens differ, and convolutions. With warnings in place of errors, the
+    first would be left as it is. The package's kernels have no atomics, nor measurements that choose among them.
+    """
     before = torch.get_deterministic_debug_mode()
     if wanted:
-        # Read when cuBLAS is first used.
+        # Read when cuBLAS is first used, so before there is a device.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     try:
@@ -550,7 +607,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--one-device", choices=("patched", "stock"), default="patched", help="what one device runs")
     group.add_argument("--gradients", choices=tuple(GRADIENTS), help="fsdp; shared where ranks share a card")
     group.add_argument("--data", type=Path, metavar="FILE", help="16-bit token ids; without it, Python's own sources")
-    group.add_argument("--reference", type=Path, metavar="FILE", help="trajectory_curves.json with the one device")
+    group.add_argument(
+        "--reference", type=Path, metavar="FILE", help="trajectory_curves.json; its one device is not trained"
+    )
     group.add_argument("--repeat", type=int, default=1, help="runs of each setting, which are compared bit by bit")
     group.add_argument("--deterministic", action="store_true", help="torch's deterministic algorithms")
     group.add_argument("--bound-loss", type=float, help="of the relative error: 3.8e-4, in fp32 1e-5")
@@ -634,6 +693,11 @@ def _settings(arguments: argparse.Namespace) -> _Settings:
     choices = PatchConfig.CHOICES
     if given["layer_code"] not in choices["gdn_backend"]:
         raise ValueError(f"--layer-code {given['layer_code']}: give one of {', '.join(choices['gdn_backend'])}")
+    if arguments.deterministic and arguments.device == "cuda":
+        if given["layer_code"] in NOT_DETERMINISTIC:
+            raise ValueError(f"--deterministic with --layer-code {given['layer_code']}: on GPUs, give triton or gluon")
+        if arguments.one_device in NOT_DETERMINISTIC:
+            raise ValueError(f"--deterministic with --one-device {arguments.one_device}: on GPUs, give patched")
     exact = given["precision"] == "fp32"
     return _Settings(
         *(given["models"], given["precision"], int(given["tokens"]), given["layer_code"]),
@@ -656,9 +720,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """
     chosen = _settings(arguments)
     with (
+        _determinism(arguments.deterministic),
         _joined(arguments.device) as (group, device, shares),
         tempfile.TemporaryDirectory() as folder,
-        _determinism(arguments.deterministic),
     ):
         gradients = arguments.gradients or ("shared" if shares else "fsdp")
         data = _token_file(arguments, chosen, Path(folder))
@@ -666,16 +730,19 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         backend = "stock" if arguments.one_device == "stock" else chosen.backend
         alone = Case(chosen.model, chosen.precision, arguments.steps, backend, device)
         settings = {"model": chosen.model, "precision": chosen.precision, "tokens": chosen.tokens}
+        settings["vocabulary"] = SHAPES[chosen.model].vocab
 
-        def one_device() -> Curve:
+        def one_device() -> list[Curve]:
             if arguments.reference is not None:
-                return read_reference(arguments.reference, settings, windows)
-            return train(alone, windows)
+                return [read_reference(arguments.reference, settings, windows)]
+            return [train(alone, windows), train(alone, windows)]
 
-        reference: Curve = _on_rank_0(one_device, group)
+        reference, *again = _on_rank_0(one_device, group)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         table = _Table(arguments, argv, chosen, settings, reference, group, gradients)
+        for curve in again:
+            table.add((*ONE_DEVICE[:3], 2), curve)
         if group is not None:
             count = SHAPES[chosen.model].parameters
             shared = SharedMean(count, alone.compute_dtype, device, group) if gradients == "shared" else None
@@ -692,7 +759,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _token_file(arguments: argparse.Namespace, chosen: _Settings, folder: Path) -> Path:
     if arguments.data is None:
-        make_token_file(folder / "tokens.bin", arguments.steps * chosen.tokens)
+        make_token_file(folder / "tokens.bin", arguments.steps * chosen.tokens, SHAPES[chosen.model].vocab)
         return folder / "tokens.bin"
     if not arguments.data.is_file():
         raise ValueError(f"--data {arguments.data} is not a file: give 16-bit token ids, or leave it out")
@@ -725,38 +792,39 @@ class _Table:
             command = f"torchrun --nproc-per-node {self._ranks} -m hf_cp.bench {' '.join(argv)}"
         self.conditions = found | settings
         self.conditions |= {
-            "data": "the bytes of the sources of Python's standard library" if arguments.data is None else "a file",
+            "data": "the sources of Python's standard library" if arguments.data is None else "a file",
             "backend": chosen.backend,
             "one device": arguments.one_device,
             "deterministic": arguments.deterministic,
             "command": command,
         }
         self._rows: list[dict[str, Any]] = []
-        self._curves: dict[tuple[str, str, str, int], Curve] = {}
+        self._curves: dict[Modes, Curve] = {}
         self._failures: list[str] = []
 
-    def _compare(self, modes: tuple[str, str, str, int], curve: Curve) -> str:
+    def _compare(self, modes: Modes, curve: Curve) -> str:
         """With the first run of the same, and with what was not checkpointed."""
         linear, attention, checkpointing, number = modes
         others = {"run 1": (linear, attention, checkpointing, 1)} if number > 1 else {}
         if checkpointing == "full" and self._arguments.deterministic:
             others["off"] = (linear, attention, "off", 1)
         said = []
+        known = {ONE_DEVICE: self._reference} | self._curves
         for name, key in others.items():
-            if key in self._curves:
-                where = difference(curve, self._curves[key])
+            if key in known:
+                where = difference(curve, known[key])
                 said.append(f"equals {name}" if where is None else f"differs from {name} from {where} on")
                 if where is not None and self._arguments.deterministic:
-                    self._failures.append(f"{', '.join(map(str, modes))} {said[-1]}")
+                    self._failures.append(f"{_named(modes)} {said[-1]}")
         return "; ".join(said)
 
-    def add(self, modes: tuple[str, str, str, int], curve: Curve) -> None:
+    def add(self, modes: Modes, curve: Curve) -> None:
         names = dict(zip(("linear", "attention", "checkpointing", "run"), modes, strict=True))
-        row = {"ranks": self._ranks, **names, **summary(curve, self._reference)}
+        ranks = 1 if modes[:3] == ONE_DEVICE[:3] else self._ranks
+        row = {"ranks": ranks, **names, **summary(curve, self._reference)}
         row["bitwise"] = self._compare(modes, curve)
-        what = ", ".join(map(str, modes))
         bounds = self._chosen.bound_loss, self._chosen.bound_norm
-        self._failures += [f"{what}: {text}" for text in failures(row, *bounds)]
+        self._failures += [f"{_named(modes)}: {text}" for text in failures(row, *bounds)]
         if self._speaks:
             if not self._rows:
                 print(f"{report.in_words(self.conditions)}\n\n{report.header_line(COLUMNS)}")
@@ -772,12 +840,16 @@ class _Table:
         if not all(map(math.isfinite, [*one.losses, *one.norms])):
             self._failures.append("one device: a number is not finite")
         if self._arguments.out is not None:
-            runs = {", ".join(map(str, modes)): curve for modes, curve in self._curves.items()}
+            runs = {_named(modes): curve for modes, curve in self._curves.items()}
             for path in write(self._arguments.out, self.conditions, self._settings, self._rows, one, runs):
                 _say(f"wrote {path}")
         for text in self._failures:
             _say(text)
         return 1 if self._failures else 0
+
+
+def _named(modes: Modes) -> str:
+    return ", ".join(str(x) for x in modes if x != "")
 
 
 def _say(line: str) -> None:

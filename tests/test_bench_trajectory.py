@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_cp import bench
-from hf_cp.bench_trajectory import Curve, Windows, difference, failures, make_token_file, summary
+from hf_cp import bench, bench_trajectory
+from hf_cp.bench_trajectory import Curve, Windows, difference, failures, learned_tokens, make_token_file, summary
 from hf_cp.testing import World
 
 # Memory is read after a collection, which in a forked rank would walk, and copy, all that was imported.
@@ -24,19 +25,19 @@ TABLE = ["--table", "trajectory", "--device", "cpu"]
 CPU = [*TABLE, "--steps", "4", "--tokens", "67"]
 
 
-def run(argv: list[str]) -> int:
+def run(argv: list[str], command: Callable[..., int] = bench.run) -> int:
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
-    return bench.run(parser.parse_args(argv), argv)
+    return command(parser.parse_args(argv), argv)
 
 
 def on_ranks(rank: int, size: int, commands: list[list[str]]) -> list[int]:
     return [run(argv) for argv in commands]
 
 
-def refusal(argv: list[str]) -> str:
+def refusal(argv: list[str], command: Callable[..., int] = bench.run) -> str:
     with pytest.raises(ValueError, match=r"^--") as error:
-        run(argv)
+        run(argv, command)
     return str(error.value)
 
 
@@ -66,6 +67,11 @@ def test_two_ranks_follow_one_device(world: Worlds, tmp_path: Path) -> None:
     ]
     assert world(2).run(on_ranks, commands, timeout=120) == [[0, 0, 1, 0], [0, 0, 0, 0]]
 
+    # A run of its own, which on a CPU is the same, is the first row of the one device.
+    for folder, ranks in ((one, [1]), (strict, [1, 2])):
+        assert rows_of(folder)[0] | {"linear": "one device", "run": 2, "max loss rel": 0} == rows_of(folder)[0]
+        assert rows_of(folder)[0]["bitwise"] == "equals run 1"
+        assert [row["ranks"] for row in rows_of(folder)] == ranks
     rows = rows_of(two)
     assert [row["bitwise"] for row in [*rows, *rows_of(shared)]] == ["", "equals off", "", "equals run 1"]
     for row in [*rows, *rows_of(modes)]:
@@ -79,10 +85,11 @@ def test_two_ranks_follow_one_device(world: Worlds, tmp_path: Path) -> None:
     assert [row["steps"] for row in rows_of(modes)] == [2]
     # Weights whole and gradients averaged in shared memory are FSDP2, bit by bit, and 16 bits are seen.
     sharded, whole = runs_of(strict), runs_of(shared)
-    for name, curve in sharded.items():
+    assert list(sharded) == ["one device, off, 2", "p2p, ulysses, off, 1"]
+    for name, curve in [*sharded.items()][1:]:
         assert curve["losses"] == whole[name]["losses"]
         assert curve["norms"] == pytest.approx(whole[name]["norms"], rel=1e-12)
-    assert rows_of(strict)[0]["max norm rel"] > 1e-6
+    assert rows_of(strict)[1]["max norm rel"] > 1e-6
     assert (two / "trajectory.png").stat().st_size > 10_000
     assert "| max loss rel |" in (two / "trajectory.md").read_text()
 
@@ -124,6 +131,10 @@ def test_windows_and_what_is_refused(tmp_path: Path) -> None:
     assert "has token 256" in refusal([*small, "--data", str(other)])
     assert "--modes has 'ring'" in refusal([*small, "--linear-mode", "ring"])
     assert "--steps 0" in refusal([*small, "--steps", "0"])
+    # Refused before there need be a GPU.
+    gpu = [*small, "--deterministic", "--device", "cuda"]
+    assert "--one-device stock: on GPUs" in refusal([*gpu, "--one-device", "stock"], bench_trajectory.run)
+    assert "--layer-code eager: on GPUs" in refusal([*gpu, "--layer-code", "eager"], bench_trajectory.run)
     assert run([*small, "--out", str(tmp_path)]) == 0
     reference = ["--reference", str(tmp_path / "trajectory_curves.json")]
     assert "has 1 steps" in refusal([*small, *reference, "--steps", "2"])
@@ -131,3 +142,21 @@ def test_windows_and_what_is_refused(tmp_path: Path) -> None:
     other.write_bytes(b"\x02\x00" * 200)
     assert "trained on other tokens" in refusal([*small, *reference, "--data", str(other)])
     assert "give a trajectory_curves.json" in refusal([*small, "--reference", str(data)])
+
+
+def test_learned_tokens_spell_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokenizer each time, more tokens after the same first ones, and all of them in the vocabulary."""
+    monkeypatch.setattr(bench_trajectory, "LEARNED_FROM", 100_000)
+    vocab, files = 400, [tmp_path / "some.bin", tmp_path / "more.bin"]
+    for file, count in zip(files, (3000, 5000), strict=True):
+        make_token_file(file, count, vocab)
+    some, more = (file.read_bytes() for file in files)
+    assert len(some) == 6000
+    assert more[:6000] == some
+    windows = Windows(files[1], 1000, 5, vocab)
+    ids = [int(x) for step in range(5) for x in windows.batch(step, torch.device("cpu"))["input_ids"][0]]
+    assert max(ids) > 256
+    text = (Path(sysconfig.get_path("stdlib")) / "__future__.py").read_text()
+    assert learned_tokens(vocab).decode(ids)[: len(text)] == text
+    with pytest.raises(ValueError, match="vocabulary is 300: tokenise with fewer"):
+        Windows(files[1], 1000, 5, 300)
