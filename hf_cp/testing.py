@@ -595,7 +595,10 @@ def _fork_server() -> Any:
     saved = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     os.environ.update(dict.fromkeys(saved, "1"))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", __name__, *(m for m in _HEAVY_MODULES if m in sys.modules)])
+    heavy = [module for module in _HEAVY_MODULES if module in sys.modules]
+    if "bitsandbytes" in sys.modules:  # these import it, and it starts CUDA, which children then cannot
+        heavy = [module for module in heavy if module not in ("peft", "transformers.trainer")]
+    context.set_forkserver_preload(["torch", __name__, *heavy])
     from multiprocessing import forkserver
 
     forkserver.ensure_running()

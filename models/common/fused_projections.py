@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_cp.class_swap import stock_class
@@ -100,12 +101,12 @@ def check(module: Any, names: tuple[str, ...]) -> None:
         projection = getattr(module, name)
         kind = stock_class(projection)
         why = None
-        if kind is not nn.Linear:
+        if isinstance(projection, FSDPModule):
+            why = "is sharded by itself, not with its decoder layer"
+        elif kind is not nn.Linear:
             why = f"is a {kind.__module__}.{kind.__name__}, not a plain torch.nn.Linear"
         elif projection.bias is not None:
             why = "has a bias"
-        elif isinstance(projection.weight, DTensor):
-            why = "is sharded by itself, not with its decoder layer"
         if why is not None:
             raise ValueError(f'projection_backend="fused": {name} {why}: use projection_backend="torch"')
 
@@ -114,6 +115,11 @@ def _computed(x: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tensor]:
     """Operands in the dtype that a linear layer would compute in here."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if any(isinstance(weight, DTensor) for weight in weights):
+        raise ValueError(
+            'projection_backend="fused": a projection\'s weight is a DTensor in its forward, as with tensor parallelism: '
+            'use projection_backend="torch"'
+        )
     return [operand.to(dtype) for operand in (x, *weights)]
 
 
