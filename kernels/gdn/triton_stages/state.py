@@ -29,6 +29,8 @@ _GATE = tl.constexpr(GATE)
 _ERROR = tl.constexpr(ERROR)
 _KEY_NORM = tl.constexpr(KEY_NORM)
 _SCALE_ROWS = tl.constexpr(SCALE_ROWS)
+# Columns of the states that a program folds: few, so that many programs read each M from L2 and none multiplies long.
+_FOLD_BLOCK = 16
 
 
 @triton.jit
@@ -656,13 +658,22 @@ def reverse(
     return Chains(states, dstates, dvalues, dinitial_state)
 
 
-@Kernel
-@triton.jit(do_not_specialize=SIZES)
-def _fold_kernel(
+@triton.jit
+def _in_two(x):
+    """x as the sum of what TF32 holds of it, exactly, and the rest."""
+    large = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    return large, x - large
+
+
+@triton.jit
+def _fold_chain(
     p_transition,
     p_added,
     p_boundary,
     p_states,
+    i_document,
+    i_hv,
+    i_block,
     spans,
     HV,
     K: tl.constexpr,
@@ -670,29 +681,101 @@ def _fold_kernel(
     BLOCK_V: tl.constexpr,
     HAS_BOUNDARY: tl.constexpr,
     REVERSE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """BLOCK_V rows of the transposed states of one document and head; grid (documents * HV * blocks)."""
-    pid = tl.program_id(0)
-    BLOCKS: tl.constexpr = V // BLOCK_V
-    i_block = pid % BLOCKS
-    i_hv = (pid // BLOCKS) % HV
-    i_document = (pid // (BLOCKS * HV)).to(tl.int64)
+    """BLOCK_V rows of the transposed states of one document and head, of each span but for the last product."""
     o_k = tl.arange(0, K)
     o_state = i_block * BLOCK_V + o_k[None, :] * V + tl.arange(0, BLOCK_V)[:, None]
-    o_transition = o_k[:, None] * K + o_k[None, :]
+    # M^T or M as it is multiplied: copied to shared memory ahead, and read from there into operands' registers.
+    o_transition = o_k[:, None] * K + o_k[None, :] if REVERSE else o_k[:, None] + o_k[None, :] * K
+    i_state = (i_document * spans + (spans - 1 if REVERSE else 0)) * HV + i_hv
+    stride = -HV if REVERSE else HV
     if HAS_BOUNDARY:
         b_state = tl.load(p_boundary + (i_document * HV + i_hv) * (K * V) + o_state).to(tl.float32)
     else:
         b_state = tl.zeros([BLOCK_V, K], dtype=tl.float32)
-    for step in range(spans):
-        i_span = spans - 1 - step if REVERSE else step
-        i_state = (i_document * spans + i_span) * HV + i_hv
-        tl.store(p_states + i_state * (K * V) + o_state, b_state)
-        b_transition = tl.load(p_transition + i_state * (K * K) + o_transition)
-        if not REVERSE:
-            b_transition = tl.trans(b_transition)
-        b_added = tl.load(p_added + i_state * (K * V) + o_state)
-        b_state = tl.dot(b_state, b_transition, b_added, input_precision="tf32x3")
+    b_added = tl.load(p_added + i_state * (K * V) + o_state)
+    tl.store(p_states + i_state * (K * V) + o_state, b_state)
+    for step in tl.range(1, spans, num_stages=STAGES):
+        b_transition = tl.load(p_transition + (i_state + (step - 1) * stride) * (K * K) + o_transition)
+        i_next = i_state + step * stride
+        b_next = tl.load(p_added + i_next * (K * V) + o_state)
+        state_large, state_small = _in_two(b_state)
+        large, small = _in_two(b_transition)
+        # As accurate as "tf32x3", whose three products wait for each other.
+        b_state = tl.dot(state_large, large, b_added, input_precision="tf32")
+        b_rest = tl.dot(state_large, small, input_precision="tf32")
+        b_state += b_rest + tl.dot(state_small, large, input_precision="tf32")
+        b_added = b_next
+        tl.store(p_states + i_next * (K * V) + o_state, b_state)
+
+
+@Kernel
+@triton.jit(do_not_specialize=SIZES)
+def _fold_kernel(
+    p_transition,
+    p_added,
+    p_boundary,
+    p_states,
+    p_dadded,
+    p_dboundary,
+    p_dstates,
+    spans,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_BOUNDARY: tl.constexpr,
+    HAS_DBOUNDARY: tl.constexpr,
+    FORWARD: tl.constexpr,
+    REVERSE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid (documents * HV * blocks), twice that for both chains: they are independent."""
+    pid = tl.program_id(0)
+    CHAINS: tl.constexpr = 2 if FORWARD and REVERSE else 1
+    BLOCKS: tl.constexpr = V // BLOCK_V
+    i_block = (pid // CHAINS) % BLOCKS
+    i_hv = (pid // (CHAINS * BLOCKS)) % HV
+    i_document = (pid // (CHAINS * BLOCKS * HV)).to(tl.int64)
+    if pid % 2 == 1 if CHAINS == 2 else REVERSE:
+        if REVERSE:
+            _fold_chain(
+                p_transition,
+                p_dadded,
+                p_dboundary,
+                p_dstates,
+                i_document,
+                i_hv,
+                i_block,
+                spans,
+                HV,
+                K,
+                V,
+                BLOCK_V,
+                HAS_DBOUNDARY,
+                True,
+                STAGES,
+            )
+    else:
+        if FORWARD:
+            _fold_chain(
+                p_transition,
+                p_added,
+                p_boundary,
+                p_states,
+                i_document,
+                i_hv,
+                i_block,
+                spans,
+                HV,
+                K,
+                V,
+                BLOCK_V,
+                HAS_BOUNDARY,
+                False,
+                STAGES,
+            )
 
 
 def fold(
@@ -708,22 +791,68 @@ def fold(
     Returns:
         [N * spans, HV, K, V], fp32.
     """
-    _, HV, K, V = added.shape
     states = torch.empty_like(added)
-    with on_device(added):
-        _fold_kernel[(chunks.documents * HV * (V // 64),)](
+    if reverse:
+        _fold(transition, None, None, None, added, boundary, states, chunks)
+    else:
+        _fold(transition, added, boundary, states, None, None, None, chunks)
+    return states
+
+
+def fold_both(
+    transition: torch.Tensor,
+    added: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    dadded: torch.Tensor,
+    dfinal_state: torch.Tensor | None,
+    chunks: Chunks,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both folds in one launch: the state that enters each span, and the gradient of the state that leaves it.
+
+    Args:
+        transition: M [N * spans, HV, K, K]. added, dadded: h and dh [N * spans, HV, K, V]. All fp32, contiguous.
+        initial_state, dfinal_state: [N, HV, K, V], or None for zeros.
+    Returns:
+        States and their gradients, each [N * spans, HV, K, V], fp32.
+    """
+    states, dstates = torch.empty_like(added), torch.empty_like(dadded)
+    _fold(transition, added, initial_state, states, dadded, dfinal_state, dstates, chunks)
+    return states, dstates
+
+
+def _fold(
+    transition: torch.Tensor,
+    added: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    states: torch.Tensor | None,
+    dadded: torch.Tensor | None,
+    dfinal_state: torch.Tensor | None,
+    dstates: torch.Tensor | None,
+    chunks: Chunks,
+) -> None:
+    """Fills `states`, `dstates` or both."""
+    given = added if added is not None else dadded
+    assert given is not None
+    _, HV, K, V = given.shape
+    chains = (states is not None) + (dstates is not None)
+    with on_device(given):
+        _fold_kernel[(chunks.documents * HV * (V // _FOLD_BLOCK) * chains,)](
             transition,
             added,
-            boundary,
+            initial_state,
             states,
+            dadded,
+            dfinal_state,
+            dstates,
             chunks.spans,
             HV,
             K=K,
             V=V,
-            BLOCK_V=64,
-            HAS_BOUNDARY=boundary is not None,
-            REVERSE=reverse,
-            num_warps=4,
-            num_stages=1,
+            BLOCK_V=_FOLD_BLOCK,
+            HAS_BOUNDARY=initial_state is not None,
+            HAS_DBOUNDARY=dfinal_state is not None,
+            FORWARD=states is not None,
+            REVERSE=dstates is not None,
+            STAGES=3,
+            num_warps=8,
         )
-    return states
