@@ -120,8 +120,9 @@ def _waiting_for_others(mesh: CpMesh) -> Iterator[None]:
         _watch.stop()
 
 
-# What a rank's first number says: that it joins in a sharded call, refuses it, or keeps a KV cache instead.
-_SHARDS, _REFUSES, _CACHES = 0, 1, 2
+# What a rank's first number says: that it joins in a sharded call, refuses it, or keeps a KV cache instead. No other
+# message begins like this, so that one which a rank sends instead of coming to a forward is seen.
+_SHARDS, _REFUSES, _CACHES = (0x68665F6370 * 1000 + kind for kind in range(3))
 
 
 def agree(
@@ -156,6 +157,10 @@ def agree(
         row = torch.cat([head, torch.stack(hashes), tail])
     with _waiting_for_others(mesh):
         rows = exchange_vector(row, mesh)
+    elsewhere = [rank for rank, row in enumerate(rows) if row[0] not in (_SHARDS, _REFUSES, _CACHES)]
+    if elsewhere:
+        ranks = f"{', '.join(map(str, elsewhere))} of 0 to {mesh.cp_size - 1}"
+        raise ValueError(f"context-parallel ranks {ranks} sent something else than a forward; {_ABSENT}")
     if any(row[0] == _REFUSES for row in rows):
         reasons = exchange_objects(refusal, mesh)
         rank, reason = next((r, text) for r, text in enumerate(reasons) if text is not None)

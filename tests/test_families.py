@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,3 +112,25 @@ def dense_layers_case(rank: int, size: int) -> dict[str, float]:
 
 def test_dense_layers_among_sparse_ones(world: Worlds) -> None:
     assert_small(world(2).run(dense_layers_case))
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5Moe", "Qwen3Next"])
+def test_files_are_stock(name: str, tmp_path: Path) -> None:
+    """Loaded in bf16, patched and saved: keys, dtypes and architectures are those of the stock model's folder."""
+    import transformers
+
+    small_model(name, **TWO_LAYERS).save_pretrained(tmp_path / "stock")
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    stock, model = (load(tmp_path / "stock", dtype=torch.bfloat16) for _ in range(2))
+    hf_cp.patch(model, gdn_backend="eager")
+    model.save_pretrained(tmp_path / "patched")
+    loaded = load(tmp_path / "patched", dtype="auto")
+    assert type(loaded) is type(stock)
+    assert loaded.config.architectures == [f"{name}ForCausalLM"]
+    for other in (model, loaded):
+        assert list(other.state_dict()) == list(stock.state_dict())
+        assert all(
+            a.dtype == b.dtype and torch.equal(a, b)
+            for a, b in zip(other.parameters(), stock.parameters(), strict=True)
+        )
+    assert list((tmp_path / "patched").glob("*.safetensors"))

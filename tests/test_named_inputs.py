@@ -202,3 +202,56 @@ def clipped_case(rank: int, size: int) -> dict[str, float]:
 
 def test_clipped_norm_is_the_limit(world: Worlds) -> None:
     assert_small(world(2).run(clipped_case))
+
+
+# Generation and padding.
+
+
+def generation_case(rank: int, size: int) -> None:
+    """Beams, samples with a seed, both, and a prompt in chunks: stock's, token for token; and with sharded weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    stock, ids = tiny_qwen3_5(**TWO_LAYERS).eval(), token_ids(2, 17)
+    settings: list[dict[str, Any]] = [
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "top_k": 20, "temperature": 1.3},
+        {"do_sample": True, "num_beams": 2},
+        {"prefill_chunk_size": 5},
+    ]
+    for sharded in (False, True):
+        model = hf_cp.patch(tiny_qwen3_5(**TWO_LAYERS).eval(), gdn_backend="eager", cp_group=dist.group.WORLD)
+        if sharded:
+            fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        for setting in settings[1:2] if sharded else settings:
+            found = []
+            for each in (model, stock):
+                torch.manual_seed(3)
+                with torch.no_grad():
+                    found.append(each.generate(ids, max_new_tokens=3, pad_token_id=0, **setting))  # pyright: ignore
+            assert torch.equal(*found), (setting, sharded)
+
+
+def test_generation(world: Worlds) -> None:
+    world(2).run(generation_case)
+
+
+def padded_case(rank: int, size: int) -> float:
+    """One row and several, padded on either side: every output is stock's, at padding too."""
+    stock = tiny_qwen3_5(**TWO_LAYERS).eval()
+    model = hf_cp.patch(tiny_qwen3_5(**TWO_LAYERS).eval(), gdn_backend="eager", cp_group=dist.group.WORLD)
+    errors = []
+    for valid in ((12,), (29,), (29, 12, 3)):
+        ids = token_ids(len(valid), 29)
+        right = (torch.arange(29) < torch.tensor(valid)[:, None]).long()
+        for mask in (right, right.flip(1)):
+            with torch.no_grad():
+                found, expected = (
+                    m(input_ids=ids, attention_mask=mask, use_cache=False).logits for m in (model, stock)
+                )
+            errors.append(difference(found, expected))
+    return max(errors)
+
+
+def test_padding_comes_out_as_stock(world: Worlds) -> None:
+    assert all(error < 1e-5 for error in world(2).run(padded_case))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
+from torch import Tensor
 from torch.distributed.tensor.experimental import context_parallel
+from torch.utils.data import IterableDataset
 from training_runs import (
     FSDP2,
     Curve,
@@ -37,6 +39,7 @@ from training_runs import (
     whole_weights,
 )
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_callback import TrainerCallback
 
 import hf_cp
 from hf_cp.testing import World
@@ -191,6 +194,130 @@ def test_evaluation_equals_stock_data_parallelism(world: Worlds) -> None:
         for results in world(4).run(evaluate_on_rank, Run(layout), cases[:count], timeout=120):
             for found, wanted in zip(results, expected[:count], strict=True):
                 assert_same_evaluation(found, wanted)
+
+
+# Habits: what a user sets or hangs in, against the stock model with the same.
+
+
+class Ragged(Rows):
+    """Rows of many lengths, for a collator that pads."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: x[: 20 + 7 * index % 40] for name, x in super().__getitem__(index).items()}
+
+
+def pad_right(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    rows = [row | {"attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
+    filling = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    return {
+        name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
+        for name, value in filling.items()
+    }
+
+
+class LooksIn(TrainerCallback):
+    """After each step, a forward in evaluation and a sample, as to see how a model gets on."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        prompt = torch.arange(1, 20)[None]
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(state.global_step)
+            total = model(input_ids=prompt).logits.square().sum().item()
+            sample = getattr(model, "module", model).generate(prompt, max_new_tokens=4, do_sample=True, pad_token_id=0)
+        model.train()
+        state.log_history.append(
+            {"logits": total, "sample": float(sample[0, -4:].dot(torch.tensor([1, 97, 101, 103])))}
+        )
+
+
+class Counted(Trainer):
+    """A `compute_loss` that adds to Trainer's own."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = 2 * loss
+        return (loss, outputs) if return_outputs else loss
+
+
+# name: (options of Trainer, what else it is given, its class)
+HABITS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], type[Trainer]]] = {
+    "noise on embeddings": ({"neftune_noise_alpha": 5.0}, dict, Trainer),
+    "callback": ({}, lambda: {"callbacks": [LooksIn()]}, Trainer),
+    "ragged rows, short last batch": (
+        {"max_steps": -1, "num_train_epochs": 2, "include_num_input_tokens_seen": "non_padding"},
+        lambda: {"train_dataset": Ragged(5, 63), "data_collator": pad_right},
+        Trainer,
+    ),
+    "more in compute_loss": ({}, dict, Counted),
+}
+CLOCK = ("runtime", "per_second", "flos")
+
+
+def with_habits(layout: Layout | None, names: list[str]) -> dict[str, list[dict[str, float]]]:
+    logs = {}
+    for name in names:
+        options, extra, trainer_class = HABITS[name]
+        run = Run(layout, steps=2, options=tuple(options.items()))
+        with launched(environment_of(run)), tempfile.TemporaryDirectory() as folder:
+            trainer = make_trainer(run, folder, **extra())
+            trainer.__class__ = trainer_class
+            trainer.train()
+            logs[name] = trainer.state.log_history
+            rates = [entry for entry in logs[name] if "train_tokens_per_second" in entry]
+            assert rates
+            for entry in rates:
+                tokens = entry["train_tokens_per_second"] * entry["train_runtime"]
+                assert tokens == pytest.approx(entry["num_input_tokens_seen"], rel=0.02)
+    return logs
+
+
+def with_habits_on_rank(rank: int, size: int, layout: Layout, names: list[str]) -> Any:
+    return with_habits(layout, names)
+
+
+def test_habits_equal_one_process(world: Worlds) -> None:
+    expected = with_habits(None, list(HABITS))
+    for layout, names in ((DDP_CP2, list(HABITS)), (FSDP_CP2, list(HABITS)[:1])):
+        for logs in world(2).run(with_habits_on_rank, layout, names, timeout=120):
+            for name in names:
+                for found, right in zip(logs[name], expected[name], strict=True):
+                    assert set(found) == set(right)
+                    for key in (key for key in right if not any(word in key for word in CLOCK)):
+                        assert found[key] == pytest.approx(right[key], rel=1e-5), (layout, name, key)
+
+
+class Shuffled(IterableDataset[dict[str, Tensor]]):
+    """A stream that each process shuffles by itself."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        rows = Rows(8, 63)
+        for index in torch.randperm(8, generator=torch.Generator().manual_seed(self.seed)).tolist():
+            yield rows[index]
+
+
+def other_orders(rank: int, size: int) -> list[str]:
+    """A stream in another order, and Trainer's own shuffling by another seed."""
+    texts = []
+    for options, extra in (((), {"train_dataset": Shuffled(rank)}), ((("seed", rank), ("data_seed", rank)), {})):
+        run = Run(DDP_CP2, steps=2, options=options)
+        with launched(environment_of(run)), tempfile.TemporaryDirectory() as folder:
+            trainer = make_trainer(run, folder, **extra)
+            with pytest.raises(ValueError, match="differs between context-parallel ranks") as raised:
+                trainer.train()
+        texts.append(str(raised.value))
+    return texts
+
+
+def test_other_orders_on_other_ranks(world: Worlds) -> None:
+    first, second = world(2).run(other_orders)
+    assert first == second
+    assert all("use the same seed on all ranks" in text and "\n" not in text for text in first)
 
 
 # Checkpoints.

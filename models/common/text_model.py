@@ -284,6 +284,9 @@ def run_local(module: Any, stock_forward: Any, arguments: CallArguments, cp: CpC
     if cp.mesh.cp_size > 1 and cp.config.projection_backend == "fused":
         cp = dataclasses.replace(cp, fused=fused_projections.prepare(module, cp, inputs.shape[0], position_ids))
     name, pad = "input_ids", module.config.pad_token_id or 0
+    if module.training and getattr(module.embed_tokens, "neftune_noise_alpha", None) is not None:
+        # NEFTune's noise depends on the length and comes from the common generator: draw it for the whole sequence.
+        inputs = inputs if inputs.is_floating_point() else module.embed_tokens(inputs)
     if inputs.is_floating_point():
         name, pad = "inputs_embeds", 0.0
     changes = {"input_ids": None, "inputs_embeds": None, name: layout.shard(inputs, 1, pad)}
