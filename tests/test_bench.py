@@ -5,12 +5,15 @@ Between ranks the same: two that gloo joins, each of which runs the command.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import gzip
 import io
 import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -93,15 +96,35 @@ def test_a_step_that_fails_its_check_is_not_timed(
     assert not said.out
 
 
-def test_steps_with_liger(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_with_liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its kernels do not run here; which models get them can be seen."""
     assert main([*STEP, "--liger"]) == 2
     assert "--liger: " in capsys.readouterr().err
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    arguments = parser.parse_args([*STEP[1:], "--liger"])
+    found = bench_step.cases(arguments, [("eager", {}), ("stock", {})], 1, 0.0)
+    assert {(case.code, case.liger) for case in found} == {("eager, liger", True), ("stock, liger", True)}
+
+    # What is timed with it is what is compared with fp64, and the measure is stock without it.
+    compared: list[str] = []
+
+    def errors(case: bench_step.Case, *_: Any) -> dict[str, float]:
+        compared.append(case.code if case.liger else f"{case.code} alone")
+        return {"loss": 1e-3, "weight": 1e-3, bench_step.NORM: 1e-3}
+
+    monkeypatch.setattr(bench_step, "exact", lambda *_: {})
+    monkeypatch.setattr(bench_step, "errors", errors)
+    bench_step.check(found, Ranks(CpMesh.single(), torch.device("cpu")), lambda line: None)
+    assert compared == ["stock alone", "eager, liger", "stock, liger"]
+
     pytest.importorskip("liger_kernel")
     case = bench_step.Case("tiny", bench_step.TINY, "stock", 8, False, "bf16", (0, 1))
     for liger in (True, False):
         model = bench_step.model_of(replace(case, liger=liger), case.shape, torch.device("cpu"), torch.float32)
-        assert liger == ("liger" in str(model.model.norm.forward.__func__.__module__))
+        layer = model.model.layers[0]
+        for module in (model.model.norm, layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
+            assert liger == ("liger" in module.forward.__func__.__module__)
         assert "forward" not in model.__dict__
 
 
@@ -194,6 +217,22 @@ def table_rows(ranks: list[tuple[int, str, str]], folder: Path, name: str) -> li
     return content["rows"]
 
 
+def events(path: Path) -> Counter[str]:
+    """How often each name occurs in a trace, of gloo's messages without a prefix."""
+    found = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return Counter(event["name"].removeprefix("gloo:") for event in found if event.get("ph") == "X")
+
+
+# Forward and backward of one Gated DeltaNet layer. Of the two ranks, each sends in one direction and receives in the
+# other: the halo of the convolution, and in p2p the state.
+LAYER_MESSAGES = {
+    "p2p": {"send": 2, "recv": 2},
+    "allgather": {"all_gather": 2, "send": 1, "recv": 1},
+    "ulysses": {"all_to_all": 4, "send": 1, "recv": 1},
+}
+MESSAGES = ("send", "recv", "all_gather", "all_to_all", "all_reduce", "barrier")
+
+
 def test_layers_between_ranks(world: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     traces = tmp_path / "traces"
     command = [*RANKS_LAYER, "--out", str(tmp_path), "--profile", str(traces)]
@@ -205,6 +244,7 @@ def test_layers_between_ranks(world: Worlds, tmp_path: Path, capsys: pytest.Capt
     for row in rows:
         assert 0 < row["forward min"] <= row["forward ms"] <= row["forward p90"]
         assert 0 < row["both min"] <= row["both ms"] <= row["both p90"]
+        assert row["backward ms"] == pytest.approx(row["both ms"] - row["forward ms"])
     assert (tmp_path / "layer.png").stat().st_size > 5_000
 
     names = [f"layer-eager-{mode}-2x16-rank{rank}.json.gz" for mode in modes for rank in (0, 1)]
@@ -216,6 +256,9 @@ def test_layers_between_ranks(world: Worlds, tmp_path: Path, capsys: pytest.Capt
         mixers = [row for row in table if row["layer"] == "linear_attn.0"]
         assert [row["rank"] for row in mixers] == [0, 1]
         assert all(row["communication ms"] > 0 and row["computing ms"] > 0 for row in mixers)
+        for path in map(Path, files):
+            found = events(path)
+            assert {name: found[name] for name in MESSAGES if found[name]} == LAYER_MESSAGES[mode], path
 
     rows = table_rows(world(2).run(run_command, [*RANKS_FULL, "--out", str(tmp_path)]), tmp_path, "layer")
     assert [(row["mode"], row["tokens"]) for row in rows] == [
@@ -235,6 +278,8 @@ def test_steps_between_ranks(world: Worlds, tmp_path: Path, capsys: pytest.Captu
         assert row["tokens"] == 32
         assert row["tokens/s"] == pytest.approx(32e3 / row["step ms"], abs=1)
         assert all(row[f"{part} ms"] > 0 for part in ("forward", "backward", "optimizer"))
+    # Far apart in a model as small as this one.
+    assert sum(row["optimizer ms"] for row in rows[:4]) < sum(row["forward ms"] for row in rows[:4])
     assert all("x layers" in row["note"] for row in rows[4:])
 
     traces = tmp_path / "traces"
@@ -249,6 +294,11 @@ def test_steps_between_ranks(world: Worlds, tmp_path: Path, capsys: pytest.Captu
     # All four layers' messages, and FSDP's outside of them.
     for layer in ("linear_attn.0", "linear_attn.2", "self_attn.3", "outside"):
         assert all(row["communication ms"] > 0 for row in table if row["layer"] == layer)
+    # The halos of three layers, forward and again in the recomputation, and their gradients; one step of the optimizer.
+    for path, sent, received in zip(files, (6, 3), (3, 6), strict=True):
+        found = events(path)
+        assert (found["send"], found["recv"], found["barrier"]) == (sent, received, 0)
+        assert found["Optimizer.step#AdamW.step"] == 1
 
 
 def wrong_layer(rank: int, size: int) -> tuple[int, str, str]:

@@ -27,9 +27,20 @@ import hf_cp
 from hf_cp import bench_step
 from hf_cp.cli import main
 from hf_cp.config import PatchConfig
-from hf_cp.planning.command import best, candidates, number
+from hf_cp.planning.command import (
+    STATES_SHARE,
+    WAYS,
+    best,
+    candidates,
+    fewest_tokens,
+    in_order,
+    number,
+    scaling_limits,
+    states_share,
+)
 from hf_cp.planning.constants import CONSTANTS, LAYERS, STEPS
-from hf_cp.planning.cost import Cluster, head_seconds, refusals, state_seconds, step_cost
+from hf_cp.planning.cost import Cluster, head_seconds, refusals, state_seconds, state_waits, step_cost
+from hf_cp.planning.launch import launch_yaml
 from hf_cp.planning.memory import GIB, Training, estimate
 from hf_cp.planning.shape import FULL, LINEAR, PUBLISHED, load_shape, shape_from_config
 from hf_cp.state import _check_heads
@@ -184,6 +195,26 @@ def test_choice_is_fast_and_fits() -> None:
     assert best(candidates(shape, Training(262144), Cluster(1), 141e9, "auto")) is None
 
 
+def mesh_size(launch: dict[str, Any]) -> int:
+    """Processes that the mesh of a launch configuration spans; every size has to be there. Without a mesh, one."""
+    if launch["distributed_type"] == "NO":
+        return 1
+    sizes = launch["parallelism_config"]
+    names = ("dp_replicate", "dp_shard", "tp", "cp")
+    return math.prod(sizes[f"parallelism_config_{name}_size"] for name in names)
+
+
+def test_meshes_span_all_processes() -> None:
+    """Also where parameters are replicated over nodes, which none of the plans below chooses."""
+    for gpus, shards, cp_size in ((2, 2, 1), (8, 8, 4), (16, 8, 8), (16, 8, 2), (32, 8, 4), (32, 32, 16)):
+        training = Training(65536, cp_size=cp_size, shards=shards)
+        launch = yaml.safe_load(launch_yaml(PUBLISHED["4B"], training, Cluster(gpus), "a command"))
+        sizes = launch["parallelism_config"]
+        assert sizes["parallelism_config_dp_replicate_size"] == gpus // shards
+        assert sizes["parallelism_config_cp_size"] == cp_size
+        assert mesh_size(launch) == launch["num_processes"] == gpus
+
+
 @pytest.mark.parametrize(("gpus", "like"), [(1, "gpu_x1"), (2, "gpu_x2"), (8, "gpu_x8"), (16, None)])
 def test_launch_configuration(gpus: int, like: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "launch.yaml"
@@ -191,9 +222,7 @@ def test_launch_configuration(gpus: int, like: str | None, tmp_path: Path, capsy
     assert main(command) == 0
     load_config_from_file(str(path))
     found = yaml.safe_load(path.read_text())
-    sizes = found.get("parallelism_config", {"cp": 1})
-    product = math.prod(sizes.get(f"parallelism_config_{n}_size", 1) for n in ("cp", "dp_shard", "dp_replicate"))
-    assert product == found["num_processes"] == gpus
+    assert mesh_size(found) == found["num_processes"] == gpus
     assert found["num_machines"] == -(-gpus // 8)
     if like is not None:
         recipe = yaml.safe_load((RECIPES / f"{like}.yaml").read_text())
@@ -224,6 +253,12 @@ def test_json_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--model", "none"], "--model none: give a config.json, a folder with one, or one of 0.8B"),
         (["--model", "0.8B", "--gpus", "12"], "--gpus 12 is not a multiple of --gpus-per-node 8"),
         (["--model", "0.8B", "--scale", "--write", "x"], "--write with --scale"),
+        (["--model", "0.8B", "--scale", "--gpus", "64"], "--gpus with --scale: it has no effect there, leave it out"),
+        (["--table", "--lora", "8"], "--lora with --table: it has no effect there"),
+        (["--model", "0.8B", "--layers", "25"], "--layers 25: the model has 24, give no more"),
+        (["--model", "0.8B", "--picture", "x.foo"], "--picture x.foo: give a name that ends in .png"),
+        (["--model", "0.8B", "--gpus", "1", "--write", "."], "--write . is a folder: give the name of a file"),
+        (["--model", "0.8B", "--gpus", "1", "--write", "/dev/null/x"], "--write /dev/null/x cannot be written ("),
         (["--model", "27B", "--gpus", "1", "--write", "x"], "--write x: nothing fits"),
         ([], "--model is missing: give a config.json, a folder with one, or the name of a Qwen3.5"),
         (["--model", "4B", "--lora", "8", "--precision", "bf16"], "--lora 8 with --precision bf16"),
@@ -244,6 +279,8 @@ def test_refusals_are_one_line(options: list[str], said: str, capsys: pytest.Cap
         ({"model_type": "llama"}, "has model_type 'llama'"),
         ({"layer_types": ["sliding_attention"] * 4}, "has layers of type sliding_attention"),
         ({"num_experts": 4, "mlp_only_layers": [0]}, "mixes dense MLPs and experts"),
+        ({"hidden_size": "1024"}, "has hidden_size '1024': give a whole number above 0"),
+        ({"num_hidden_layers": 9}, "has num_hidden_layers 9, but 4 layer_types: make them agree"),
     ],
 )
 def test_other_configs_are_refused(changes: dict[str, Any], said: str) -> None:
@@ -257,7 +294,67 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_numbers() -> None:
-    assert [number(text) for text in ("262144", "256k", "10M")] == [262144, 262144, 10_000_000]
+    assert [number(text) for text in ("262144", "256k", "256K", "10M")] == [262144, 262144, 262144, 10_000_000]
     assert PUBLISHED["0.8B"].layer_types[:4] == (LINEAR, LINEAR, LINEAR, FULL)
+    for name in ("0.8b", "Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B"):
+        assert load_shape(name) == PUBLISHED["0.8B"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("seq-len", "long"), ("gpus", "1k"), ("lora", "0"), ("gpu-memory", "0"), ("gpu-memory", "nan"), ("batch", "-1")],
+)
+def test_values_that_are_no_sizes(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["plan", "--model", "0.8B", "--seq-len", "long"])
+        main(["plan", "--model", "0.8B", f"--{option}", value])
+    assert f"argument --{option}: {value!r}: give " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_best_rows_come_first_and_defaults_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "27B", "--seq-len", "128k", "--gpus", "16"]) == 0
+    printed = capsys.readouterr().out
+    shown = [line.split(" | ") for line in printed.splitlines() if line.startswith("| ")][1:]
+    assert len(shown) == 16
+    assert "The best 16 of " in printed
+    rates = [int(cells[16].replace(",", "")) for cells in shown if cells[17].startswith("fits")]
+    assert len(rates) > 4
+    assert rates == sorted(rates, reverse=True)
+    # Other modes may be faster by less than the model can tell.
+    found = in_order(candidates(PUBLISHED["0.8B"], Training(262144), Cluster(16), 141e9, "auto"))
+    choice = best(found, 8)
+    assert choice is not None
+    assert choice.training.linear_mode == "p2p"
+    assert max(found, key=lambda one: (one.training.cp_size == 8, one.tokens_per_second)).training.linear_mode != "p2p"
+
+
+def test_collectives_between_nodes_take_all_links() -> None:
+    """The all-gather's ring leaves a node by the links of all its GPUs, a message between two ranks by one."""
+    cluster, payload = Cluster(64), 2.0**30
+    rate = 63 * payload / cluster.all_gather(payload, 64)
+    assert 7 * CONSTANTS["network_rate"].value < rate < 8 * CONSTANTS["network_rate"].value
+    assert cluster.all_reduce(payload, 8) > 1.7 * payload / CONSTANTS["network_rate"].value
+    times = [cluster.all_gather(1.0, ranks) for ranks in (2, 8, 16, 64)]
+    assert times == sorted(times)
+
+
+def test_the_chain_is_paid_more_often_where_layers_are_recomputed() -> None:
+    """Late ranks stay late for a run of layers, unless states and their gradients take turns."""
+    shape = PUBLISHED["0.8B"]
+    assert shape.linear_layers == 18
+    assert state_waits(shape, False, "chain") == 6 + 6
+    assert state_waits(shape, True, "chain") == 6 + 2 * 18
+    assert state_waits(shape, True, "allgather") == state_waits(shape, True, "scan") == 3 * 18
+
+
+def test_where_states_stop_scaling() -> None:
+    shape, base = PUBLISHED["9B"], Training(1)
+    limits = {way: fewest_tokens(shape, base, 8, 256, way) for way in WAYS}
+    chain, gathered, scan = (limits[way] or 0 for way in ("chain", "allgather", "scan"))
+    assert 512 < scan < gathered < chain < 16384
+    for way, tokens in limits.items():
+        assert tokens is not None
+        training = Training(256 * tokens, cp_size=256, shards=256, attention_mode="allgather", checkpointing=True)
+        assert states_share(shape, training, 8, way) == pytest.approx(STATES_SHARE, rel=0.1)
+    said = scaling_limits(shape, base, 8, [{"chain %": 1.5}, {"chain %": 0.2}, {"verdict": "does not fit"}])
+    assert f", {chain:,}, " in said[1]
+    assert "at most 1.5 %" in said[-1]

@@ -1,4 +1,13 @@
-"""`hf-cp plan`: which mesh and modes a sequence length needs, what they hold, send and take."""
+"""What a sequence length needs: every mesh of the GPUs with every pair of modes, what a rank holds, sends and takes.
+
+    hf-cp plan --model 4B --seq-len 256k --gpus 8 --write launch.yaml
+    hf-cp plan --model path/to/config.json --seq-len 128k --nodes 2 --gpus 8 --lora 16
+    hf-cp plan --model 27B --scale              (64 to 1,024 GPUs, 1M to 10M tokens)
+
+cp: ranks that share a sequence; dp shard: groups of them that parameters are spread over as well (FSDP2); dp replicate:
+copies of all of it. Memory in GiB a rank. sent GB: by a rank in a step; waiting s: for messages, part of step s.
+Nothing is measured: `hf_cp/planning/README.md` says how near the estimates are. The status is 1 where nothing fits.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +25,15 @@ from ..config import PatchConfig
 from ..report import markdown, new_figure, save
 from .cost import Cluster, StepCost, refusals, state_seconds, step_cost
 from .launch import launch_yaml, script_options
-from .lora import with_adapters
 from .memory import GIB, MemoryEstimate, Training, estimate
 from .shape import PUBLISHED, ModelShape, load_shape
 
 # Slower by so much than the fastest is fast enough, if more ranks share a sequence and each holds less.
 TOLERANCE = 0.03
+# Slower by so much is no reason to leave the default modes.
+SAME = 0.01
+# Rows that are printed or drawn; --json has all.
+SHOWN = 16
 # Of a GPU's memory. The rest is for fragments and for what NCCL and CUDA keep.
 USABLE = 0.9
 # `--table`: nodes and GPUs of each; models and lengths that the recipes are about.
@@ -31,6 +43,8 @@ TABLE_TOKENS = {"32k": 32768, "128k": 131072, "256k": 262144}
 TABLE_RANK = 16
 SCALE_GPUS = (64, 128, 256, 512, 1024)
 SCALE_TOKENS = (1_000_000, 2_000_000, 4_000_000, 10_000_000)
+# Of a step: where passing states takes more, more ranks do not pay.
+STATES_SHARE = 0.05
 WAYS = {"chain": "chain (p2p)", "allgather": "all-gather", "scan": "logarithmic scan (not implemented)"}
 
 
@@ -47,10 +61,24 @@ class Candidate:
 
 def number(text: str) -> int:
     """``262144``, ``256k`` (times 1,024) or ``10M`` (times 1,000,000)."""
-    found = re.fullmatch(r"(\d+)(k|M)?", text)
+    found = re.fullmatch(r"(\d+)([kKmM]?)", text)
     if found is None or int(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0, such as 262144, 256k or 10M")
-    return int(found[1]) * {None: 1, "k": 1024, "M": 1_000_000}[found[2]]
+    return int(found[1]) * {"": 1, "k": 1024, "m": 1_000_000}[found[2].lower()]
+
+
+def count(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0")
+    return int(text)
+
+
+def gigabytes(text: str) -> float:
+    """``141``, ``80`` or ``79.6``."""
+    if re.fullmatch(r"\d+(\.\d+)?", text) is None or float(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give GB above 0, such as 141 or 80")
+    return float(text)
 
 
 def candidates(
@@ -86,16 +114,10 @@ def candidates(
     return found
 
 
-def cost_of(shape: ModelShape, training: Training, cluster: Cluster, way: str | None = None) -> StepCost:
-    """`step_cost`, with adapters where they are trained."""
-    cost = step_cost(shape, training, cluster, way)
-    return with_adapters(shape, training, cluster, cost) if training.lora else cost
-
-
 def _candidate(shape: ModelShape, training: Training, cluster: Cluster, gpu_bytes: float) -> Candidate:
     memory = estimate(shape, training)
     reasons = refusals(shape, training)
-    cost = None if reasons else cost_of(shape, training, cluster)
+    cost = None if reasons else step_cost(shape, training, cluster)
     if memory.peak > USABLE * gpu_bytes:
         reasons.append(f"needs {memory.peak / GIB:.0f} GiB of {USABLE * gpu_bytes / GIB:.0f}")
     groups = cluster.gpus // training.cp_size
@@ -106,7 +128,7 @@ def _candidate(shape: ModelShape, training: Training, cluster: Cluster, gpu_byte
 def best(found: list[Candidate], gpus_per_node: int | None = None) -> Candidate | None:
     """Of those that fit and train about as many tokens a second as any, the one with the largest cp_size.
 
-    Among them the one that spreads parameters furthest, then the fastest.
+    Among them the one that spreads parameters furthest, then the fastest; the default modes where they are as fast.
 
     Args:
         gpus_per_node: prefer sequences that stay inside a node, whatever the others' speed: the cost of exchanges
@@ -117,7 +139,23 @@ def best(found: list[Candidate], gpus_per_node: int | None = None) -> Candidate 
         fitting = [one for one in fitting if one.training.cp_size <= gpus_per_node] or fitting
     fastest = max((one.tokens_per_second for one in fitting), default=0.0)
     fast = [one for one in fitting if one.tokens_per_second >= (1 - TOLERANCE) * fastest]
-    return max(fast, key=lambda one: (one.training.cp_size, one.training.shards, one.tokens_per_second), default=None)
+    widest = max(((one.training.cp_size, one.training.shards) for one in fast), default=None)
+    alike = [one for one in fast if (one.training.cp_size, one.training.shards) == widest]
+    fastest = max((one.tokens_per_second for one in alike), default=0.0)
+    alike = [one for one in alike if one.tokens_per_second >= (1 - SAME) * fastest]
+    return min(alike, key=_departure, default=None)
+
+
+def _departure(one: Candidate) -> list[int]:
+    """How far from the default modes."""
+    return [PatchConfig.CHOICES[name].index(getattr(one.training, name)) for name in ("linear_mode", "attention_mode")]
+
+
+def in_order(found: list[Candidate]) -> list[Candidate]:
+    """Those that fit first, the fastest of them first; then what comes nearest to fitting."""
+    return sorted(
+        found, key=lambda one: (bool(one.reasons), -one.tokens_per_second if not one.reasons else one.memory.peak)
+    )
 
 
 def row(one: Candidate, cluster: Cluster) -> dict[str, Any]:
@@ -152,19 +190,49 @@ def state_rows(shape: ModelShape, base: Training, cluster: Cluster) -> list[dict
     return found
 
 
-def chain_limit(rows: list[dict[str, Any]]) -> str:
-    """For how many ranks another way of passing states is faster than the chain, in a sentence."""
-    said = []
-    for name in (WAYS["allgather"], WAYS["scan"]):
-        ranks = [r["cp"] for r in rows if r[name] < r[WAYS["chain"]]]
-        if not ranks:
-            where = "never faster than the chain"
-        elif ranks[-1] == rows[-1]["cp"]:
-            where = f"faster than the chain from {ranks[0]} ranks on"
-        else:
-            where = f"faster than the chain from {ranks[0]} to {ranks[-1]} ranks"
-        said.append(f"{name}: {where}")
-    return "; ".join(said)
+def _shared(base: Training, ranks: int, tokens: int) -> Training:
+    """One sequence over all ranks, as many as its length needs."""
+    return replace(base, seq_len=tokens, cp_size=ranks, shards=ranks, attention_mode="allgather", checkpointing=True)
+
+
+def states_share(shape: ModelShape, training: Training, per_node: int, way: str) -> float:
+    """What of a step is waiting for states that travel in this way, 0 to 1; all GPUs share the sequence."""
+    cost = step_cost(shape, training, Cluster(training.cp_size, per_node), way)
+    return cost.exposed.get("linear layers", 0.0) / cost.seconds
+
+
+def fewest_tokens(shape: ModelShape, base: Training, per_node: int, ranks: int, way: str) -> int | None:
+    """Tokens a rank from which on states take less than `STATES_SHARE` of a step, to two digits; None below 512."""
+
+    def scales(tokens: int) -> bool:
+        return states_share(shape, _shared(base, ranks, tokens * ranks), per_node, way) <= STATES_SHARE
+
+    below = next((2**i for i in range(20, 8, -1) if not scales(2**i)), None)
+    if below is None:
+        return None
+    above = 2 * below
+    while above > 1.01 * below:
+        middle = (below + above) // 2
+        below, above = (below, middle) if scales(middle) else (middle, above)
+    return int(float(f"{above:.2g}"))
+
+
+def scaling_limits(shape: ModelShape, base: Training, per_node: int, rows: list[dict[str, Any]]) -> list[str]:
+    """Where passing states stops scaling, by way, and what that means for the meshes of `scale_rows`; a line each."""
+    said = [
+        f"Passing states takes {100 * STATES_SHARE:.0f} % of such a step at so many tokens a rank, and more at fewer, "
+        f"over {', '.join(f'{ranks:,}' for ranks in SCALE_GPUS)} ranks:"
+    ]
+    for way, name in WAYS.items():
+        limits = [fewest_tokens(shape, base, per_node, ranks, way) for ranks in SCALE_GPUS]
+        said.append(f"- {name}: " + ", ".join("none" if tokens is None else f"{tokens:,}" for tokens in limits))
+    chains = [line["chain %"] for line in rows if "chain %" in line]
+    if chains:
+        said.append(
+            f"In the meshes chosen above the chain takes at most {max(chains):.2g} % of a step: no other way of "
+            "passing states gains more."
+        )
+    return said
 
 
 def scale_rows(shape: ModelShape, base: Training, per_node: int, gpu_bytes: float) -> list[dict[str, Any]]:
@@ -180,7 +248,7 @@ def scale_rows(shape: ModelShape, base: Training, per_node: int, gpu_bytes: floa
                 least = min((c for c in every if c.cost is not None), key=lambda c: c.memory.peak)
                 found.append(line | {"verdict": f"cp {least.training.cp_size} {least.reasons[0]}"})
                 continue
-            chain = cost_of(shape, replace(one.training, linear_mode="p2p"), cluster)
+            chain = step_cost(shape, replace(one.training, linear_mode="p2p"), cluster)
             shares = {name: 100 * value / one.cost.seconds for name, value in one.cost.exposed.items()}
             found.append(
                 line
@@ -200,14 +268,9 @@ def shared_rows(shape: ModelShape, base: Training, per_node: int) -> list[dict[s
     found = []
     for tokens in SCALE_TOKENS:
         for gpus in SCALE_GPUS:
-            cluster = Cluster(gpus, per_node)
-            training = replace(
-                base, seq_len=tokens, cp_size=gpus, shards=gpus, attention_mode="allgather", checkpointing=True
-            )
+            training = _shared(base, gpus, tokens)
             line: dict[str, Any] = {"tokens": tokens, "cp": gpus, "tokens a rank": training.tokens}
-            for way in WAYS:
-                cost = cost_of(shape, training, cluster, way)
-                line[f"{way} %"] = 100 * cost.exposed["linear layers"] / cost.seconds
+            line |= {f"{way} %": 100 * states_share(shape, training, per_node, way) for way in WAYS}
             found.append(line)
     return found
 
@@ -251,7 +314,7 @@ _SCALE_COLUMNS = (
 
 
 def _draw_plan(path: Path, shape: ModelShape, found: list[Candidate], cluster: Cluster, title: str) -> None:
-    shown = sorted((one for one in found if one.cost is not None), key=lambda one: -one.tokens_per_second)[:16]
+    shown = [one for one in in_order(found) if one.cost is not None][:SHOWN]
     figure, axes = new_figure(10, 1.5 + 0.35 * len(shown))
     names = []
     left = [0.0] * len(shown)
@@ -328,37 +391,51 @@ def _draw_scale(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="config.json, a folder with one, or the name of a Qwen3.5: 0.8B")
-    parser.add_argument("--seq-len", type=number, default=262144, help="tokens of a sequence: 262144, 256k, 1M")
-    parser.add_argument("--gpus", type=number, default=8, help="of all nodes together; with --nodes of each")
-    parser.add_argument("--nodes", type=number, help="machines of --gpus GPUs")
-    parser.add_argument("--gpus-per-node", type=number, help="joined by NVLink; 8, or with --nodes all of a node")
-    parser.add_argument("--gpu-memory", type=float, default=141, help="GB of one GPU (1e9 bytes)")
     parser.add_argument(
-        "--batch", type=number, default=1, help="sequences that one context-parallel group takes at once"
+        "--seq-len",
+        type=number,
+        help="tokens of a sequence: 262144, 256k (x 1,024), 1M (x 1,000,000); 256k if not given",
     )
-    parser.add_argument("--layers", type=number, help="the model's first layers alone")
-    parser.add_argument("--checkpointing", choices=("auto", "off", "full"), default="auto")
+    parser.add_argument("--gpus", type=count, help="of all nodes together, with --nodes of each; 8 if not given")
+    parser.add_argument("--nodes", type=count, help="machines of --gpus GPUs")
+    parser.add_argument("--gpus-per-node", type=count, help="joined by NVLink; 8, or with --nodes all of a node")
+    parser.add_argument(
+        "--gpu-memory", type=gigabytes, default=141.0, help="GB of one GPU (1e9 bytes), of which 90 %% are used; 141"
+    )
+    parser.add_argument(
+        "--batch", type=count, default=1, help="sequences that one context-parallel group takes at once"
+    )
+    parser.add_argument("--layers", type=count, help="the model's first layers alone")
+    parser.add_argument(
+        "--checkpointing", choices=("auto", "off", "full"), help="auto, the default: where it is needed"
+    )
     parser.add_argument("--precision", choices=("mixed", "bf16"), default="mixed", help="of weights: fp32 or bf16")
-    parser.add_argument(
-        "--lora", type=number, default=0, metavar="RANK", help="train adapters, as recipes/sft.py makes them"
-    )
+    parser.add_argument("--lora", type=count, metavar="RANK", help="train adapters, as recipes/sft.py makes them")
     parser.add_argument("--table", action="store_true", help="what fits how many GPUs, in Markdown, for the recipes")
     parser.add_argument("--scale", action="store_true", help="64 to 1,024 GPUs and 1M to 10M tokens instead")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="all rows, and the choice in detail")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the launch configuration of the choice")
-    parser.add_argument("--picture", type=Path, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it: .png, .pdf or .svg")
 
 
-def run(arguments: argparse.Namespace, argv: list[str]) -> int:
-    """Print the plan. Returns 0 where something fits, else 1.
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise where options do not go together.
 
     Raises:
-        ValueError: a model that cannot be read, or options that do not go together.
+        ValueError: an option that another one leaves without effect, or a file that cannot be written.
     """
-    gpu_bytes = arguments.gpu_memory * 1e9
+    given = [name for name, value in vars(arguments).items() if value not in (None, False)]
+    unused = {
+        "table": ("model", "seq_len", "gpus", "nodes", "gpus_per_node", "layers", "checkpointing", "lora"),
+        "scale": ("seq_len", "gpus", "nodes", "checkpointing", "write"),
+    }
+    unused["table"] += ("scale", "json", "write", "picture")
+    for mode, names in unused.items():
+        wrong = [name for name in names if name in given]
+        if mode in given and wrong:
+            raise ValueError(f"--{wrong[0].replace('_', '-')} with --{mode}: it has no effect there, leave it out")
     if arguments.table:
-        _print_table(gpu_bytes)
-        return 0
+        return
     if arguments.model is None:
         raise ValueError("--model is missing: give a config.json, a folder with one, or the name of a Qwen3.5")
     if arguments.lora and arguments.precision != "mixed":
@@ -367,60 +444,151 @@ def run(arguments: argparse.Namespace, argv: list[str]) -> int:
         )
     if arguments.nodes and arguments.gpus_per_node:
         raise ValueError("--nodes with --gpus-per-node: with --nodes, --gpus is that of each node")
-    per_node = arguments.gpus if arguments.nodes else arguments.gpus_per_node or 8
+    for name in ("write", "picture"):
+        path = getattr(arguments, name)
+        if path is not None and path.is_dir():
+            raise ValueError(f"--{name} {path} is a folder: give the name of a file")
+    if arguments.picture and arguments.picture.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"--picture {arguments.picture}: give a name that ends in .png, .pdf or .svg")
+
+
+def _shape(arguments: argparse.Namespace) -> ModelShape:
+    """The model that is asked for.
+
+    Raises:
+        ValueError: it cannot be read, has fewer layers, or takes no adapters that are estimated.
+    """
     shape = load_shape(arguments.model)
     if arguments.lora and shape.experts and shape.layer_class == "Qwen3NextDecoderLayer":
         raise ValueError(
             f"--lora {arguments.lora} with a Qwen3-Next: PEFT adapts its experts too, which is not estimated"
         )
-    if arguments.layers:
-        shape = shape.with_layers(arguments.layers)
-    if arguments.scale and arguments.write:
-        raise ValueError("--write with --scale: a launch configuration is for one --gpus and --seq-len")
-    base = Training(arguments.seq_len, arguments.batch, precision=arguments.precision, lora=arguments.lora)
-    cluster = Cluster(arguments.gpus * (arguments.nodes or 1), per_node)
-    if cluster.gpus > cluster.gpus_per_node and cluster.gpus % cluster.gpus_per_node:
-        raise ValueError(f"--gpus {cluster.gpus} is not a multiple of --gpus-per-node {per_node}")
-    states = state_rows(shape, base, cluster)
+    if arguments.layers is None:
+        return shape
+    if arguments.layers > len(shape.layer_types):
+        raise ValueError(f"--layers {arguments.layers}: the model has {len(shape.layer_types)}, give no more")
+    return shape.with_layers(arguments.layers)
+
+
+def run(arguments: argparse.Namespace, argv: list[str]) -> int:
+    """Print the plan. Returns 0 where something fits, else 1.
+
+    Raises:
+        ValueError: a model that cannot be read, options that do not go together, or a file that cannot be written.
+    """
+    _check(arguments)
+    gpu_bytes = arguments.gpu_memory * 1e9
+    if arguments.table:
+        _print_table(gpu_bytes)
+        return 0
+    shape = _shape(arguments)
     title = f"{arguments.model}, {shape.parameters / 1e9:.2f}e9 parameters, {arguments.precision} precision"
     if arguments.lora:
         title += f", LoRA of rank {arguments.lora}: {shape.adapters(arguments.lora) / 1e6:.1f}e6 trained"
+    title += f", GPUs of {arguments.gpu_memory:g} GB"
+    base = Training(
+        arguments.seq_len or 262144, arguments.batch, precision=arguments.precision, lora=arguments.lora or 0
+    )
     if arguments.scale:
-        rows = scale_rows(shape, base, per_node, gpu_bytes)
-        shared = shared_rows(shape, base, per_node)
-        _print({"scale": rows, "one sequence": shared, "state exchange": states}, arguments.json, title, states)
-        if arguments.picture:
-            _draw_scale(arguments.picture, rows, shared, states, title)
-        return 0 if any(r.get("verdict") == "fits" for r in rows) else 1
-    found = candidates(shape, base, cluster, gpu_bytes, arguments.checkpointing)
-    choice = best(found, per_node)
-    title += f", {arguments.seq_len:,} tokens, {cluster.gpus} GPUs of {arguments.gpu_memory:g} GB"
+        return _scale(arguments, shape, base, gpu_bytes, title)
+    gpus = arguments.gpus or 8
+    cluster = Cluster(gpus * (arguments.nodes or 1), gpus if arguments.nodes else arguments.gpus_per_node or 8)
+    if cluster.gpus > cluster.gpus_per_node and cluster.gpus % cluster.gpus_per_node:
+        raise ValueError(
+            f"--gpus {cluster.gpus} is not a multiple of --gpus-per-node {cluster.gpus_per_node}: change one of them"
+        )
+    title += f", {base.seq_len:,} tokens, {cluster.gpus} GPU{'s' if cluster.gpus > 1 else ''}"
+    return _plan(arguments, argv, shape, base, cluster, title)
+
+
+def _scale(arguments: argparse.Namespace, shape: ModelShape, base: Training, gpu_bytes: float, title: str) -> int:
+    """Print the answers for many GPUs and long sequences."""
+    per_node = arguments.gpus_per_node or 8
+    rows, shared = scale_rows(shape, base, per_node, gpu_bytes), shared_rows(shape, base, per_node)
+    states = state_rows(shape, base, Cluster(SCALE_GPUS[-1], per_node))
+    limits = scaling_limits(shape, base, per_node, rows)
+    if arguments.json:
+        content = {"scale": rows, "one sequence": shared, "state exchange": states, "limits": limits}
+        print(json.dumps(content, indent=1))
+    else:
+        print(f"{title}\n\n{markdown(rows)}")
+        print(
+            "\nOne sequence over all GPUs, layers recomputed, % of the step that waits for states:\n\n"
+            f"{markdown(shared)}"
+        )
+        print(f"\nOne exchange of states, ms until the last rank has its own:\n\n{markdown(states)}\n")
+        print("\n".join(limits))
+    if arguments.picture:
+        _draw_scale(arguments.picture, rows, shared, states, title)
+    return 0 if any(one["verdict"] == "fits" for one in rows) else 1
+
+
+def _plan(
+    arguments: argparse.Namespace, argv: list[str], shape: ModelShape, base: Training, cluster: Cluster, title: str
+) -> int:
+    """Print the candidates and the choice among them, and write what is asked for."""
+    gpu_bytes = arguments.gpu_memory * 1e9
+    found = in_order(candidates(shape, base, cluster, gpu_bytes, arguments.checkpointing or "auto"))
+    choice = best(found, cluster.gpus_per_node)
+    if choice is None and arguments.write:
+        raise ValueError(
+            f"--write {arguments.write}: nothing fits, so there is nothing to write; see the plan without it"
+        )
     rows = [row(one, cluster) for one in found]
     chosen = None if choice is None else row(choice, cluster)
-    content: dict[str, Any] = {"plan": rows, "choice": chosen}
-    if arguments.json and choice is not None and choice.cost is not None:
-        content["choice detail"] = asdict(choice.cost) | {"memory": asdict(choice.memory)}
-    _print(content, arguments.json, title, states)
-    if choice is not None and not arguments.json:
-        print(_placement(choice.training, cluster))
-        fastest = best(found)
-        if fastest is not None and fastest.training.cp_size > per_node >= choice.training.cp_size:
-            ratio = fastest.tokens_per_second / choice.tokens_per_second
-            print(
-                f"A sequence over several nodes, cp_size {fastest.training.cp_size}, would train {ratio:.2f} times the "
-                "tokens a second by the model, whose network was not measured."
-            )
-        print(f"With recipes/sft.py: {script_options(choice.training)}")
+    if arguments.json:
+        content: dict[str, Any] = {"plan": rows, "choice": chosen}
+        if choice is not None and choice.cost is not None:
+            content["choice detail"] = asdict(choice.cost) | {"memory": asdict(choice.memory)}
+        print(json.dumps(content, indent=1))
+    else:
+        print(f"{title}\n\n{markdown(rows[:SHOWN])}")
+        if len(rows) > SHOWN:
+            print(f"\nThe best {SHOWN} of {len(rows)}; --json has all.")
+        print(
+            "\nMemory in GiB a rank; the peak is less than the sum, since not all exists at a time. It may take "
+            f"{USABLE * gpu_bytes / GIB:.0f} GiB: {100 * USABLE:.0f} % of a GPU, the rest is for fragments and NCCL."
+        )
+        print("\n".join(_choice_lines(choice, found, cluster)))
     if arguments.picture:
         _draw_plan(arguments.picture, shape, found, cluster, title)
     if choice is None:
-        if arguments.write:
-            raise ValueError(f"--write {arguments.write}: nothing fits, so there is nothing to write")
         return 1
     if arguments.write:
-        command = "hf-cp plan " + shlex.join(argv)
-        arguments.write.write_text(launch_yaml(shape, choice.training, cluster, command))
+        text = launch_yaml(shape, choice.training, cluster, "hf-cp plan " + shlex.join(argv))
+        try:
+            arguments.write.parent.mkdir(parents=True, exist_ok=True)
+            arguments.write.write_text(text)
+        except OSError as error:
+            raise ValueError(f"--write {arguments.write} cannot be written ({error.strerror}): give another") from None
     return 0
+
+
+def _choice_lines(choice: Candidate | None, found: list[Candidate], cluster: Cluster) -> list[str]:
+    """What was chosen and why, in words."""
+    if choice is None or choice.cost is None:
+        return ["Nothing fits: more GPUs, shorter sequences, --lora, --checkpointing full or --precision bf16."]
+    training = choice.training
+    chosen = [f"cp_size {training.cp_size}", f"dp_shard_size {training.shards // training.cp_size}"]
+    if cluster.gpus > training.shards:
+        chosen.append(f"dp_replicate_size {cluster.gpus // training.shards}")
+    if training.cp_size > 1:
+        modes = f'linear_mode="{training.linear_mode}", attention_mode="{training.attention_mode}"'
+        chosen.append(f"hf_cp.patch(model, {modes})")
+    chosen.append(f"checkpointing {'full' if training.checkpointing else 'off'}")
+    lines = [f"Choice: {', '.join(chosen)}: {choice.memory.peak / GIB:.0f} GiB, {choice.cost.seconds:.2f} s a step"]
+    if len(found) > 1:
+        where = " inside a node" if training.cp_size <= cluster.gpus_per_node < cluster.gpus else ""
+        lines.append(f"Of what fits{where} and is within {100 * TOLERANCE:.0f} % of the fastest, the largest cp_size.")
+    lines.append(_placement(training, cluster))
+    fastest = best(found)
+    if fastest is not None and fastest.training.cp_size > cluster.gpus_per_node >= training.cp_size:
+        ratio = fastest.tokens_per_second / choice.tokens_per_second
+        lines.append(
+            f"A sequence over several nodes, cp_size {fastest.training.cp_size}, would train {ratio:.2f} times the "
+            "tokens a second by the model, whose network was not measured."
+        )
+    return [*lines, f"With recipes/sft.py: {script_options(training)}"]
 
 
 def _placement(training: Training, cluster: Cluster) -> str:
@@ -442,37 +610,3 @@ def _placement(training: Training, cluster: Cluster) -> str:
 def _print_table(gpu_bytes: float) -> None:
     whole, adapters = (markdown(fitting_table(gpu_bytes, rank)) for rank in (0, TABLE_RANK))
     print(f"All weights:\n\n{whole}\n\nLoRA of rank {TABLE_RANK}, frozen weights in bf16:\n\n{adapters}")
-
-
-def _print(content: dict[str, Any], as_json: bool, title: str, states: list[dict[str, Any]]) -> None:
-    if as_json:
-        print(json.dumps(content, indent=1))
-        return
-    print(title)
-    for rows in (content.get("plan"), content.get("scale")):
-        if rows:
-            print(f"\n{markdown(rows)}")
-    if "scale" in content:
-        shared = markdown(content["one sequence"])
-        print(f"\nOne sequence over all GPUs, share of the step that waits for states:\n\n{shared}")
-        print(f"\nOne exchange of states, ms until the last rank has its own:\n\n{markdown(states)}")
-    else:
-        choice = content["choice"]
-        print("\nMemory in GiB a rank; the peak is less than the sum, since not all exists at a time.")
-        if choice is None:
-            print("Nothing fits: more GPUs, a larger --gpu-memory, --checkpointing full or --precision bf16.")
-        else:
-            replicas = f", dp_replicate_size {choice['dp replicate']}" if choice["dp replicate"] > 1 else ""
-            modes = (
-                ""
-                if choice["cp"] == 1
-                else (
-                    f', hf_cp.patch(model, linear_mode="{choice["linear_mode"]}", '
-                    f'attention_mode="{choice["attention_mode"]}")'
-                )
-            )
-            print(
-                f"Choice: cp_size {choice['cp']}, dp_shard_size {choice['dp shard']}{replicas}{modes}, "
-                f"checkpointing {choice['checkpointing']}: {choice['peak']:.0f} GiB, {choice['step s']:.2f} s a step"
-            )
-    print(f"\nStates: {chain_limit(states)}.")

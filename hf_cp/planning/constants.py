@@ -93,11 +93,14 @@ CONSTANTS: dict[str, Constant] = {
     "optimizer_bytes_mixed": Constant(50, "B per parameter", "clipping and fused AdamW, STEPS", True),
     "optimizer_bytes_bf16": Constant(31, "B per parameter", f"the same, {_TRACE}", True),
     "fsdp_copies": Constant(
-        20,
-        "B per parameter",
-        "counted: cast, out of what was gathered, into what is reduced; forward and backward",
-        True,
+        4, "B per parameter gathered or reduced", "counted: out of what was gathered, into what is reduced, bf16", True
     ),
+    "fsdp_casts": Constant(6, "B per parameter of a rank's own, each time", "counted: fp32 to bf16, or back", True),
+    # An input is read by the first matrix; where autocast alone makes bf16, it is brought to fp32 and back to bf16
+    # before. An output is written by the second matrix, scaled, and added to the frozen layer's.
+    "adapter_input_bytes": Constant(2, _CHANNEL, "counted from PEFT's operators; forward, and backward as many", True),
+    "adapter_input_bytes_autocast": Constant(14, _CHANNEL, "as adapter_input_bytes", True),
+    "adapter_output_bytes": Constant(12, _CHANNEL, "as adapter_input_bytes", True),
     "host_forward": Constant(2.9e-3, "s per layer", "STEPS of 8,192 tokens: the host starts kernels", True),
     "host_backward": Constant(3.3e-3, "s per layer", "as host_forward", True),
     "host_ranks_begin": Constant(10e-3, "s", "STEPS on two ranks, vocabulary 4,096, local 2,048 and 4,096", True),
@@ -112,6 +115,7 @@ CONSTANTS: dict[str, Constant] = {
     ),
     "state_apply": Constant(8e-6, "s for M S + h of 32 heads", "assumed: one small batched product in fp32", False),
     "collective_start": Constant(30e-6, "s", "assumed: NCCL's latency of one collective within a node", False),
+    "ring_step": Constant(3.5e-6, "s", "assumed: added latency of each rank of NCCL's ring within a node", False),
     "network_rate": Constant(42e9, "B/s per GPU and direction", "assumed: 400 Gb/s a GPU at 85 %; not measured", False),
     "network_start": Constant(15e-6, "s", "assumed: added latency of a message between nodes; not measured", False),
 }

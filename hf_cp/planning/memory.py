@@ -61,6 +61,11 @@ class Training:
         return self.precision == "mixed" and self.shards == 1
 
     @property
+    def backward_products(self) -> int:
+        """Products with a weight in backward, beside one in forward: for its input's gradient, and for its own."""
+        return 1 if self.lora else 2
+
+    @property
     def stream_bytes(self) -> int:
         """Of a number in the residual stream: fp32 where the embeddings are and nothing but autocast makes bf16."""
         return 4 if self.autocast and not self.lora else 2

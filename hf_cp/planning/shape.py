@@ -189,16 +189,18 @@ def load_shape(model: str) -> ModelShape:
     """The shape behind ``--model``.
 
     Args:
-        model: a name of `PUBLISHED`, a ``config.json``, or a folder that holds one.
+        model: a ``config.json``, a folder that holds one, or a name of `PUBLISHED`, also as ``Qwen/Qwen3.5-0.8B``.
 
     Raises:
         ValueError: nothing of this name, or a config of another family.
     """
-    if model in PUBLISHED:
-        return PUBLISHED[model]
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
+        size = model.lower().removeprefix("qwen/").removeprefix("qwen3.5-")
+        for name, shape in PUBLISHED.items():
+            if name.lower() == size:
+                return shape
         raise ValueError(f"--model {model}: give a config.json, a folder with one, or one of {', '.join(PUBLISHED)}")
     try:
         fields = json.loads(path.read_text())
@@ -221,24 +223,28 @@ def shape_from_config(fields: Mapping[str, Any], where: str = "config") -> Model
     """
     text = fields.get("text_config") or fields
 
-    def get(name: str, default: Any = None) -> Any:
+    def get(name: str, default: int | None = None) -> int:
         value = text.get(name, default)
         if value is None:
             raise ValueError(f"{where} has no {name}: give the config of a Qwen3.5 or Qwen3-Next model")
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{where} has {name} {value!r}: give a whole number above 0")
         return value
 
+    family = str(text.get("model_type")).removesuffix("_text")
+    if family not in _LAYERS:
+        raise ValueError(f"{where} has model_type {family!r}: only {', '.join(_LAYERS)} are known")
     count = get("num_hidden_layers")
     types = text.get("layer_types")
     if types is None:
-        every = text.get("full_attention_interval", 4)
+        every = get("full_attention_interval", 4)
         types = [FULL if (i + 1) % every == 0 else LINEAR for i in range(count)]
     types = tuple(types[:count])
+    if len(types) < count:
+        raise ValueError(f"{where} has num_hidden_layers {count}, but {len(types)} layer_types: make them agree")
     unknown = sorted(set(types) - {LINEAR, FULL})
     if unknown:
         raise ValueError(f"{where} has layers of type {unknown[0]}: only {LINEAR} and {FULL} are known")
-    family = str(get("model_type")).removesuffix("_text")
-    if family not in _LAYERS:
-        raise ValueError(f"{where} has model_type {family!r}: only {', '.join(_LAYERS)} are known")
     experts = text.get("num_experts") or 0
     if experts and (text.get("decoder_sparse_step", 1) != 1 or text.get("mlp_only_layers")):
         raise ValueError(f"{where} mixes dense MLPs and experts (decoder_sparse_step, mlp_only_layers): not estimated")
