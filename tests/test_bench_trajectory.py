@@ -15,7 +15,20 @@ import pytest
 import torch
 
 from hf_cp import bench, bench_trajectory
-from hf_cp.bench_trajectory import Curve, Windows, difference, failures, learned_tokens, make_token_file, summary
+from hf_cp.bench_step import make_model
+from hf_cp.bench_trajectory import (
+    SHAPES,
+    Case,
+    Curve,
+    Windows,
+    difference,
+    failures,
+    learned_tokens,
+    make_token_file,
+    redraw_as_torch,
+    summary,
+    train,
+)
 from hf_cp.testing import World
 
 # Memory is read after a collection, which in a forked rank would walk, and copy, all that was imported.
@@ -139,6 +152,7 @@ def test_windows_and_what_is_refused(tmp_path: Path) -> None:
     reference = ["--reference", str(tmp_path / "trajectory_curves.json")]
     assert "has 1 steps" in refusal([*small, *reference, "--steps", "2"])
     assert "has precision 'fp32', this run 'mixed'" in refusal([*small, *reference, "--precision", "mixed"])
+    assert "has initial weights 'transformers'" in refusal([*small, *reference, "--initial-weights", "torch"])
     other.write_bytes(b"\x02\x00" * 200)
     assert "trained on other tokens" in refusal([*small, *reference, "--data", str(other)])
     assert "give a trajectory_curves.json" in refusal([*small, "--reference", str(data)])
@@ -160,3 +174,15 @@ def test_learned_tokens_spell_the_text(tmp_path: Path, monkeypatch: pytest.Monke
     assert learned_tokens(vocab).decode(ids)[: len(text)] == text
     with pytest.raises(ValueError, match="vocabulary is 300: tokenise with fewer"):
         Windows(files[1], 1000, 5, 300)
+
+
+def test_initial_weights_as_torch_draws_them(tmp_path: Path) -> None:
+    make_token_file(tmp_path / "data.bin", 64)
+    windows = Windows(tmp_path / "data.bin", 64, 1, 256)
+    device = torch.device("cpu")
+    curve = train(Case("tiny", "fp32", 1, "stock", device, initial_weights="torch"), windows)
+    model = make_model(SHAPES["tiny"], "cpu", torch.float32)
+    redraw_as_torch(model)
+    assert curve.losses == [pytest.approx(model(**windows.batch(0, device)).loss.item(), rel=1e-6)]
+    assert model.model.embed_tokens.weight.std().item() == pytest.approx(1, rel=0.03)
+    assert model.lm_head.weight.abs().max().item() == pytest.approx(64**-0.5, rel=0.01)
