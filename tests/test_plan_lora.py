@@ -213,6 +213,15 @@ def test_two_nodes(options: list[str], tmp_path: Path, capsys: pytest.CaptureFix
     assert "--dtype bfloat16 --bf16 --lora_rank 16" in path.read_text()
 
 
+def test_no_faster_mesh_is_named_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """Over nodes, 35B-A3B would train 0.99 times as many tokens; 27B lies over two nodes as it is."""
+    for name, where in (("35B-A3B", "Every sequence stays inside a node"), ("27B", "A sequence lies over 2 nodes")):
+        assert main(["plan", "--model", name, "--seq-len", "1M", "--gpus", "16"]) == 0
+        printed = capsys.readouterr().out
+        assert where in printed
+        assert "would train" not in printed
+
+
 def test_adapters_of_qwen3_next_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Qwen3NextConfig().save_pretrained(tmp_path)
     assert main(["plan", "--model", str(tmp_path), "--lora", "8"]) == 2

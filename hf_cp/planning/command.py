@@ -582,8 +582,8 @@ def _choice_lines(choice: Candidate | None, found: list[Candidate], cluster: Clu
         lines.append(f"Of what fits{where} and is within {100 * TOLERANCE:.0f} % of the fastest, the largest cp_size.")
     lines.append(_placement(training, cluster))
     fastest = best(found)
-    if fastest is not None and fastest.training.cp_size > cluster.gpus_per_node >= training.cp_size:
-        ratio = fastest.tokens_per_second / choice.tokens_per_second
+    ratio = 1.0 if fastest is None else fastest.tokens_per_second / choice.tokens_per_second
+    if fastest is not None and fastest.training.cp_size > cluster.gpus_per_node and ratio > 1 + TOLERANCE:
         lines.append(
             f"A sequence over several nodes, cp_size {fastest.training.cp_size}, would train {ratio:.2f} times the "
             "tokens a second by the model, whose network was not measured."
