@@ -54,6 +54,20 @@ class _Transfer:
         return self._received.to(self._device)
 
 
+# Clock cycles; 20 us of an H200.
+HEAD_START = 36_000
+
+
+def _let_start(mesh: CpMesh, device: torch.device) -> None:
+    """Hold the current stream back until the message just posted has begun.
+
+    A product that fills all multiprocessors makes no room before it ends. The message's kernel reaches the device some
+    microseconds after a product that was started right behind it, and would wait for all of that product.
+    """
+    if device.type == "cuda" and not mesh.stages_through_cpu(device):
+        torch.cuda._sleep(HEAD_START)
+
+
 _abandoned: list[object] = []
 
 
@@ -318,6 +332,7 @@ class _Exchange:
         for view, row in zip(segments.views(send), rows, strict=True):
             view.copy_(row)
         transfer = _send_all_to_all(send, self.mesh)
+        _let_start(self.mesh, send.device)
         gather_dim = 1 if self.to_heads else 2
 
         def land() -> tuple[Tensor, ...]:
@@ -636,7 +651,7 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device)
+        _side_streams[device] = torch.cuda.Stream(device, priority=-1)
     return _side_streams[device]
 
 
@@ -720,6 +735,7 @@ def _start_chain_on_stream(
     h.record_stream(side)
     if M is not None:
         M.record_stream(side)
+    _let_start(mesh, h.device)
 
     def finish() -> Tensor:
         current = torch.cuda.current_stream(h.device)
@@ -758,6 +774,7 @@ def start_gather_states(
     K = h.shape[2]
     passing = M if M is not None and accept else h.new_zeros((*h.shape[:2], K, K))
     transfer = _send_all_gather(torch.cat([passing, h], dim=-1), mesh)
+    _let_start(mesh, h.device)
 
     def finish() -> Tensor:
         summaries = transfer.wait()

@@ -11,9 +11,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def outside_graphs(function: F) -> F:
-    """Keep a function that exchanges messages, and all that it calls, out of compiled graphs.
+    """Keep a function, and all that it calls, out of compiled graphs; the rest of a model is compiled around it.
 
-    Tracing it would take minutes, and a graph may not reorder what ranks send to each other. The rest of a model is
-    compiled around it.
+    For what exchanges messages: tracing it would take minutes, and a graph may not reorder what ranks send to one
+    another.
     """
     return cast(F, torch.compiler.disable(function))

@@ -25,11 +25,32 @@ class TrainerItemCount:
         count: labels of the optimizer step over all ranks, copies included, divided by the ranks of a group.
         across_devices: Trainer counted over all ranks, and multiplies the loss by their number; otherwise it counted
             one rank's labels, and leaves the loss alone.
+        multiplied: the loss goes to Trainer's own ``compute_loss``, which multiplies; a user's does not.
+        copies: ranks of a group.
     """
 
-    def __init__(self, count: torch.Tensor | float, across_devices: bool = True) -> None:
+    def __init__(
+        self, count: torch.Tensor | float, across_devices: bool = True, *, multiplied: bool = True, copies: int = 1
+    ) -> None:
         self.count = count
         self.across_devices = across_devices
+        self.multiplied = multiplied
+        self.copies = copies
+
+    @property
+    def labels(self) -> torch.Tensor | float:
+        """Labels of the step, each counted once: what a loss of the whole sequence is divided by."""
+        return self.count if self.across_devices else self.count * self.copies
+
+    def going_to_trainer(self) -> TrainerItemCount:
+        """The same count for a loss that Trainer multiplies."""
+        return TrainerItemCount(self.count, self.across_devices, copies=self.copies)
+
+    def __rtruediv__(self, total: torch.Tensor) -> torch.Tensor:
+        return total / self.labels
+
+    def __float__(self) -> float:
+        return float(self.labels)
 
 
 def copies_added_up(num_items_in_batch: Any, mesh: CpMesh) -> int:
@@ -38,7 +59,7 @@ def copies_added_up(num_items_in_batch: Any, mesh: CpMesh) -> int:
     Trainer multiplies by the world size where it counts items over all devices; only the count takes that back.
     """
     items = num_items_in_batch
-    return mesh.cp_size if isinstance(items, TrainerItemCount) and items.across_devices else 1
+    return mesh.cp_size if isinstance(items, TrainerItemCount) and items.across_devices and items.multiplied else 1
 
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
@@ -107,7 +128,7 @@ def scaled_loss(
     """
     ranks, items = mesh.cp_size, num_items_in_batch
     if isinstance(items, TrainerItemCount):
-        ranks, items = 1, items.count
+        ranks, items = ranks if items.across_devices and not items.multiplied else 1, items.count
     count = torch.as_tensor(valid_labels if items is None else items, device=local_sum.device).to(local_sum.dtype)
     count = torch.where(count > 0, count, torch.ones_like(count))
     local = local_sum * ranks / count

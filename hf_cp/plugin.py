@@ -192,11 +192,19 @@ def _keep_loss_in_fp32(accelerator: Accelerator) -> None:
 
 
 def _prepare_model(original: Any, accelerator: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Bind a model that is prepared alone, as Trainer does to evaluate without training."""
+    """Bind a model that is prepared alone, as Trainer does to evaluate without training.
+
+    Accelerate would take a model that was prepared to be evaluated for one that is prepared to be trained, and leave it
+    without DDP: each rank would go on with gradients of its own.
+    """
     parallelism = accelerator.parallelism_config
-    if parallelism is not None and parallelism.cp_enabled and patch_state(model) is not None:
-        _bind(accelerator, model)
-    return original(accelerator, model, *args, **kwargs)
+    if parallelism is None or not parallelism.cp_enabled or patch_state(model) is None:
+        return original(accelerator, model, *args, **kwargs)
+    _bind(accelerator, model)
+    prepared = original(accelerator, model, *args, **kwargs)
+    if kwargs.get("evaluation_mode") and accelerator.distributed_type != DistributedType.FSDP:
+        prepared._is_accelerate_prepared = False
+    return prepared
 
 
 def _bind(accelerator: Accelerator, model: nn.Module) -> None:
@@ -295,11 +303,12 @@ def _compute_loss(
     items = num_items_in_batch
     if _copies(trainer) > 1 and trainer.label_smoother is not None and not _loss_from_logits(trainer, model):
         inputs = _smoothed_by_head(trainer, model, inputs)
-    if not isinstance(items, TrainerItemCount) or not _loss_from_logits(trainer, model):
+    if not isinstance(items, TrainerItemCount):
         return original(trainer, model, inputs, return_outputs, items)
+    if not _loss_from_logits(trainer, model):
+        return original(trainer, model, inputs, return_outputs, items.going_to_trainer())
     copies = _copies(trainer)
-    count = items.count if items.across_devices else items.count * copies
-    result = original(trainer, model, inputs, return_outputs, count)
+    result = original(trainer, model, inputs, return_outputs, items.labels)
     if not items.across_devices:
         return result
     return (result[0] / copies, result[1]) if return_outputs else result / copies
@@ -356,7 +365,8 @@ def _get_num_items_in_batch(original: Any, trainer: Any, batch_samples: list[Any
     count = original(trainer, batch_samples * copies, device)
     if count is None or copies == 1:
         return count
-    return TrainerItemCount(count / copies, trainer.args.average_tokens_across_devices)
+    across_devices = trainer.args.average_tokens_across_devices
+    return TrainerItemCount(count / copies, across_devices, multiplied=False, copies=copies)
 
 
 def _track_num_input_tokens(original: Any, trainer: Any, inputs: Any) -> None:

@@ -22,7 +22,10 @@ from hf_cp.kernels.gdn.backend import unserved_reason
 
 pytest.importorskip("triton")
 
-STAGE_OUTPUTS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state", "M", "h", "dh")
+STAGE_OUTPUTS = (
+    *("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state", "dinitial_state, early"),
+    *("M", "h", "dh"),
+)
 DOCUMENTS = [0, 0, 5, 70, 70, 100, 100]
 COMPILED: dict[str, dict[str, Any]] = {
     "triton": {"key_dim": 128, "value_dim": 128},
@@ -41,6 +44,8 @@ INTERPRETED: dict[str, dict[str, Any]] = {
     "beta 0": {"seq_len": 70, "beta": 0.0},
     "beta 1, zero keys": {"seq_len": 70, "beta": 1.0, "zero_keys": True},
     "spans of two chunks": {"seq_len": 323, "batch": 2, "group": 1, "span_chunks": 2},
+    "segments of two chunks": {"seq_len": 323, "segment_chunks": 2},
+    "segments of spans": {"seq_len": 323, "group": 1, "segment_chunks": 4, "span_chunks": 2, "with_state": False},
     "wide": {"seq_len": 65, "key_dim": 128, "value_dim": 128, "group": 1, "with_state": False},
 }
 
@@ -109,11 +114,18 @@ def run_stages(stages: Any, x: dict[str, Any]) -> dict[str, torch.Tensor]:
     q, k, v, g, beta = (x[name] for name in ("q", "k", "v", "g", "beta"))
     options: Any = {"scale": q.shape[-1] ** -0.5, "use_qk_l2norm_in_kernel": x["normalize"]}
     packed = {"cu_seqlens": x["cu_seqlens"]}
-    results = list(stages.forward(q, k, v, g, beta, initial_state=x["initial_state"], **packed, **options))
-    results += stages.backward(q, k, v, g, beta, x["initial_state"], x["do"], x["dfinal_state"], **packed, **options)
+    edges, kept, early, dh = [], [], [], None
+    state = x["initial_state"]
+    results = list(stages.forward(q, k, v, g, beta, initial_state=state, edge_states=edges, **packed, **options))
     if x["cu_seqlens"] is None:
+        dh = stages.backward_state(q, k, g, beta, x["do"], keep=kept, **options)
+    passed: Any = {"edge_states": edges, "kept": kept, "state_ready": lambda dstate: early.append(dstate.clone())}
+    results += stages.backward(q, k, v, g, beta, state, x["do"], x["dfinal_state"], **passed, **packed, **options)
+    assert not kept
+    results += early
+    if dh is not None:
         results += stages.summary(k, v, g, beta, use_qk_l2norm_in_kernel=x["normalize"])
-        results.append(stages.backward_state(q, k, g, beta, x["do"], **options))
+        results.append(dh)
     return dict(zip(STAGE_OUTPUTS, results, strict=False))
 
 
@@ -156,12 +168,13 @@ def in_spans(chunks: Any, size: int) -> Any:
 def interpret() -> dict[str, dict[str, float]]:
     """Errors of every case of INTERPRETED."""
     prepare_interpreter()
-    from hf_cp.kernels.gdn import triton_stages
+    from hf_cp.kernels.gdn import segments, triton_stages
     from hf_cp.kernels.gdn.triton_stages import compose
 
-    split, results = compose.split, {}
+    split, whole, results = compose.split, segments.SEGMENT_STATES, {}
     for name, case in INTERPRETED.items():
-        size = case.pop("span_chunks", None)
+        size, segment = case.pop("span_chunks", None), case.pop("segment_chunks", None)
+        segments.SEGMENT_STATES = whole if segment is None else segment * case.get("group", 2) * 64 * 64
         compose.split = split if size is None else lambda chunks, *_, size=size: in_spans(chunks, size)
         x = inputs(**case)
         results[name] = errors(x, run_stages(triton_stages, x))
@@ -227,13 +240,24 @@ def check_on_gpu(backend: str, **case: Any) -> None:
     bounds |= {"M": 2 * BOUNDS[case["dtype"]]}
     if case["dtype"] == torch.float16 and case.get("gate") == -20.0:
         # e^-20 is below what fp16 operands hold: what the state passes on is zero.
-        for name in ("dg", "dinitial_state", "dh"):
+        for name in ("dg", "dinitial_state", "dinitial_state, early", "dh"):
             found.pop(name)
     wrong = {name: error for name, error in found.items() if not error < bounds[name]}
     assert not wrong, wrong
 
 
 BACKENDS = pytest.mark.parametrize("backend", ["triton", "gluon"])
+
+
+@pytest.mark.gpu(1)
+@BACKENDS
+@pytest.mark.parametrize("with_state", [True, False])
+def test_gpu_segments(backend: str, with_state: bool, monkeypatch: pytest.MonkeyPatch):
+    from hf_cp.kernels.gdn import segments
+
+    monkeypatch.setattr(segments, "SEGMENT_STATES", 5 * 4 * 128 * 128)
+    shape: dict[str, Any] = {"seq_len": 1000, "key_heads": 2, "key_dim": 128, "value_dim": 128}
+    check_on_gpu(backend, **shape, with_state=with_state, dtype=torch.bfloat16)
 
 
 @pytest.mark.gpu(1)

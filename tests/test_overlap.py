@@ -69,8 +69,9 @@ def order_case(rank: int, size: int, linear_mode: str) -> None:
         loss.backward()
     started = backward.first(is_exchange)
     weight = backward.first(lambda event: event == (HIDDEN, VALUES))
-    used = backward.first(lambda event: event == "delta rule", after=started)
-    assert started < weight < used, backward.events
+    assert started < weight, backward.events
+    if linear_mode == "ulysses" or rank < size - 1:  # no gradient of a state comes in on the last rank
+        assert weight < backward.first(lambda event: event == "delta rule", after=started), backward.events
 
 
 @pytest.mark.parametrize("linear_mode", PatchConfig.CHOICES["linear_mode"])

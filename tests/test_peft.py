@@ -333,4 +333,4 @@ def test_quantised_linears(world: Worlds, tmp_path: Path) -> None:
 def test_quantised_linears_on_one_gpu(world: Worlds, tmp_path: Path, kind: str, bound: float) -> None:
     pytest.importorskip("bitsandbytes")
     base().save_pretrained(tmp_path)
-    assert_small(world(2).run(quantised_cases, tmp_path, (kind,), "cuda", timeout=120), bound)
+    assert_small(world(2).run(quantised_cases, tmp_path, (kind,), "cuda:0", timeout=120), bound)

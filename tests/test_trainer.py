@@ -242,6 +242,29 @@ class Counted(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class Passes(Trainer):
+    """A `compute_loss` that hands the count to the model, as stock's examples do."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class Divides(Trainer):
+    """A `compute_loss` of the user's own, from whole logits and the count."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        total = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].mT, labels[:, 1:], reduction="sum")
+        loss = total / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
 # name: (options of Trainer, what else it is given, its class)
 HABITS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], type[Trainer]]] = {
     "noise on embeddings": ({"neftune_noise_alpha": 5.0}, dict, Trainer),
@@ -252,6 +275,11 @@ HABITS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], type[Train
         Trainer,
     ),
     "more in compute_loss": ({}, dict, Counted),
+    "count handed on": ({"gradient_accumulation_steps": 2}, dict, Passes),
+    "count handed on, of one device": ({"average_tokens_across_devices": False}, dict, Passes),
+    "division by the count": ({}, dict, Divides),
+    "division by the count of one device": ({"average_tokens_across_devices": False}, dict, Divides),
+    "evaluated before": ({"bf16": False}, dict, Trainer),
 }
 CLOCK = ("runtime", "per_second", "flos")
 
@@ -264,6 +292,8 @@ def with_habits(layout: Layout | None, names: list[str]) -> dict[str, list[dict[
         with launched(environment_of(run)), tempfile.TemporaryDirectory() as folder:
             trainer = make_trainer(run, folder, **extra())
             trainer.__class__ = trainer_class
+            if name == "evaluated before":
+                trainer.evaluate()
             trainer.train()
             logs[name] = trainer.state.log_history
             rates = [entry for entry in logs[name] if "train_tokens_per_second" in entry]

@@ -72,24 +72,79 @@ def start(inputs: SpanInputs, cp: CpContext, exchange: Exchange) -> Finish:
 
     What does not need the state can run between the two calls.
     """
+    documents = cp.documents
+    done = None
     with torch.no_grad():
-        with region("summary"):
-            M, h = _summary(inputs, cp)
+        if documents.continues_from_previous or not documents.continues_into_next:
+            with region("summary"):
+                M, h = _summary(inputs, cp)
+        else:
+            # No state comes in, so the output can be had at once, and with it the state that goes out.
+            with region("delta_rule"):
+                done = _forward(inputs, None, cp)
+            M, h = None, done.final_state if documents.cu_seqlens is None else done.final_state[-1:]
         with region("start_State"):
-            pending = exchange(M, h, reverse=False, accept=cp.documents.continues_from_previous)
+            pending = exchange(M, h, reverse=False, accept=documents.continues_from_previous)
 
     def finish(between: Callable[[], None]) -> torch.Tensor:
         flight = _Flight()
-        incoming = pending.wait()
+        incoming, initial_state = pending.wait(), None
+        if documents.continues_from_previous:
+            initial_state = torch.cat([incoming, _others(incoming, documents)])
         with region("delta_rule"):
-            output = _StatefulSpan.apply(*inputs, incoming, M, cp, flight)
+            output, edges = _StatefulSpan.apply(*inputs, initial_state, done, cp, flight)  # pyright: ignore[reportGeneralTypeIssues]
         between()
-        q, k, _, g, beta = inputs
-        output = _GradientExchange.apply(output, q, k, g, beta, M, cp, exchange, flight)
+        output = _GradientExchange.apply(output, *inputs, initial_state, edges, M, cp, exchange, flight)
         assert isinstance(output, torch.Tensor)
         return output
 
     return finish
+
+
+class _Outputs(NamedTuple):
+    """The output ``[B,L,HV,V]``, the final states ``[N,HV,K,V]`` and those between segments ``[S,N,HV,K,V]``."""
+
+    output: torch.Tensor
+    final_state: torch.Tensor
+    edges: torch.Tensor
+
+
+def _forward(inputs: SpanInputs, initial_state: torch.Tensor | None, cp: CpContext) -> _Outputs:
+    edge_states: list[torch.Tensor] = []
+    output, final_state = get_backend(cp.config.gdn_backend).forward(
+        *inputs,
+        scale=inputs.q.shape[-1] ** -0.5,
+        initial_state=initial_state,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=cp.documents.cu_seqlens,
+        edge_states=edge_states,
+    )
+    edges = torch.stack(edge_states) if edge_states else final_state.new_zeros(0, *final_state.shape)
+    return _Outputs(output, final_state, edges)
+
+
+def _backward(
+    inputs: SpanInputs,
+    initial_state: torch.Tensor | None,
+    edges: torch.Tensor,
+    do: torch.Tensor,
+    final_gradient: torch.Tensor | None,
+    cp: CpContext,
+    **options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of q, k, v, g, beta."""
+    *gradients, _ = get_backend(cp.config.gdn_backend).backward(
+        *inputs,
+        initial_state,
+        do,
+        final_gradient,
+        scale=inputs.q.shape[-1] ** -0.5,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=cp.documents.cu_seqlens,
+        edge_states=edges.unbind(),
+        **options,
+    )
+    return tuple(gradients)
 
 
 def _summary(inputs: SpanInputs, cp: CpContext) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -117,9 +172,13 @@ def _zero_state(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 class _Flight:
-    """The gradient of the final state, on its way from the node that asks for it to the node that uses it."""
+    """What the node that asks for the gradient of the final state leaves for the node that uses it."""
 
     pending: Pending | None = None
+    # What was prepared for the gradient of the initial state.
+    kept: list[Any] | None = None
+    # All gradients, where they depend on no other rank.
+    gradients: tuple[torch.Tensor, ...] | None = None
 
 
 class _StatefulSpan(torch.autograd.Function):
@@ -131,60 +190,40 @@ class _StatefulSpan(torch.autograd.Function):
     q, k           ``[B, L, H, K]``        ``dq, dk``
     v              ``[B, L, HV, V]``       ``dv``
     g, beta        ``[B, L, HV]``          ``dg, dbeta``
-    incoming       ``[B, HV, K, V]``       its gradient is sent, not returned
+    initial_state  ``[N, HV, K, V]``       its gradient is sent, not returned
     output         ``[B, L, HV, V]``       ``do``
+    edges          ``[S, N, HV, K, V]``    no gradient
     =============  ======================  ==========================================
 
-    Backward runs the local backward with the ``dS_out`` that `_GradientExchange` asked for. Saved: the inputs and the
-    incoming state, so nothing is longer than the local sequence.
+    Backward runs the local backward with the ``dS_out`` that `_GradientExchange` asked for, unless that did. Saved: the
+    inputs, the incoming state and the states between segments, so nothing is longer than the local sequence.
     """
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, g, beta, incoming, M, cp: CpContext, flight: _Flight):
-        documents = cp.documents
-        initial_state = None
-        if documents.continues_from_previous:
-            initial_state = torch.cat([incoming, _others(incoming, documents)])
-        output, _ = get_backend(cp.config.gdn_backend).forward(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale=q.shape[-1] ** -0.5,
-            initial_state=initial_state,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=documents.cu_seqlens,
-        )
-        ctx.save_for_backward(q, k, v, g, beta, initial_state)
+    def forward(ctx: Any, q, k, v, g, beta, initial_state, done: _Outputs | None, cp: CpContext, flight: _Flight):
+        output, _, edges = done or _forward(SpanInputs(q, k, v, g, beta), initial_state, cp)
+        ctx.save_for_backward(q, k, v, g, beta, initial_state, edges)
         ctx.cp, ctx.flight = cp, flight
-        return output
+        ctx.mark_non_differentiable(edges)
+        return output, edges
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do):
-        q, k, v, g, beta, initial_state = ctx.saved_tensors
-        documents, flight = ctx.cp.documents, ctx.flight
+    def backward(ctx: Any, do, _):
+        flight = ctx.flight
         assert flight.pending is not None, "_GradientExchange.backward runs first: its input is this node's output"
         pending, flight.pending = flight.pending, None
         outgoing = pending.wait()
-        final_gradient = None
-        if documents.continues_into_next:
-            final_gradient = torch.cat([_others(outgoing, documents), outgoing])
-        dq, dk, dv, dg, dbeta, _ = get_backend(ctx.cp.config.gdn_backend).backward(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state,
-            do,
-            final_gradient,
-            scale=q.shape[-1] ** -0.5,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=documents.cu_seqlens,
-        )
-        return dq, dk, dv, dg, dbeta, None, None, None, None
+        gradients, flight.gradients = flight.gradients, None
+        if gradients is None:
+            *inputs, initial_state, edges = ctx.saved_tensors
+            documents = ctx.cp.documents
+            final_gradient = None
+            if documents.continues_into_next:
+                final_gradient = torch.cat([_others(outgoing, documents), outgoing])
+            kept, flight.kept = flight.kept, None
+            gradients = _backward(SpanInputs(*inputs), initial_state, edges, do, final_gradient, ctx.cp, kept=kept)
+        return *gradients, None, None, None, None
 
 
 class _GradientExchange(torch.autograd.Function):
@@ -196,30 +235,53 @@ class _GradientExchange(torch.autograd.Function):
     output         ``[B, L, HV, V]``       ``do``, passed on
     =============  ======================  ==========================================
 
-    Backward computes ``dh`` from ``do`` and starts ``dS_in = M^T dS_out + dh`` in the other direction. Saved: q, k, g,
-    beta, as in `_StatefulSpan`, and M.
+    Backward computes ``dh`` from ``do`` and starts ``dS_in = M^T dS_out + dh`` in the other direction. Where no
+    gradient comes in, it computes all gradients, and sends that of the initial state as soon as it is there.
+    Saved: what `_StatefulSpan` saves, and M.
     """
 
     @staticmethod
-    def forward(ctx: Any, output, q, k, g, beta, M, cp: CpContext, exchange: Exchange, flight: _Flight):
-        ctx.save_for_backward(q, k, g, beta, M)
+    def forward(
+        ctx: Any, output, q, k, v, g, beta, initial_state, edges, M, cp: CpContext, exchange: Exchange, flight: _Flight
+    ):
+        ctx.save_for_backward(q, k, v, g, beta, initial_state, edges, M)
         ctx.cp, ctx.exchange, ctx.flight = cp, exchange, flight
         return output.view_as(output)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do):
-        q, k, g, beta, M = ctx.saved_tensors
-        documents = ctx.cp.documents
-        if documents.continues_from_previous:
+        *inputs, initial_state, edges, M = ctx.saved_tensors
+        inputs = SpanInputs(*inputs)
+        documents, flight = ctx.cp.documents, ctx.flight
+        q, k, _, g, beta = inputs
+
+        def send(dh: torch.Tensor) -> None:
+            with region("start_State"):
+                flight.pending = ctx.exchange(M, dh, reverse=True, accept=documents.continues_into_next)
+
+        if not documents.continues_from_previous:
+            send(_zero_state(do, (q.shape[0], do.shape[2], q.shape[-1], do.shape[-1])))
+        elif documents.continues_into_next:
             stop = documents.bounds[1]
-            span = [x[:, :stop] for x in (q, k, g, beta, do)]
+            flight.kept = [] if documents.cu_seqlens is None else None
             with region("summary"):
                 dh = get_backend(ctx.cp.config.gdn_backend).backward_state(
-                    *span, scale=q.shape[-1] ** -0.5, use_qk_l2norm_in_kernel=True
+                    *(x[:, :stop] for x in (q, k, g, beta, do)),
+                    scale=q.shape[-1] ** -0.5,
+                    use_qk_l2norm_in_kernel=True,
+                    keep=flight.kept,
                 )
+            send(dh)
         else:
-            dh = _zero_state(do, (q.shape[0], do.shape[2], q.shape[-1], do.shape[-1]))
-        with region("start_State"):
-            ctx.flight.pending = ctx.exchange(M, dh, reverse=True, accept=documents.continues_into_next)
-        return do, None, None, None, None, None, None, None, None
+            with region("delta_rule"):
+                flight.gradients = _backward(
+                    inputs,
+                    initial_state,
+                    edges,
+                    do,
+                    None,
+                    ctx.cp,
+                    state_ready=lambda dstates: send(dstates if documents.cu_seqlens is None else dstates[:1]),
+                )
+        return do, *(None,) * 11

@@ -4,6 +4,7 @@ import functools
 import importlib
 import logging
 import os
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Protocol, cast
@@ -26,6 +27,12 @@ class Stages(Protocol):
     """The four stage functions of a backend; `eager` documents their equations, shapes and dtypes.
 
     They take no process group: what crosses ranks is composed between them. They are not differentiable by autograd.
+
+    What one may leave for another, for time and memory alone; a backend may leave it unused:
+        edge_states: the forward puts the states between segments of a long row there, [N, HV, K, V] each; with them the
+            backward holds the states of one segment at a time.
+        keep, kept: `backward_state` puts there what a `backward` of the same span would compute again, and takes out.
+        state_ready: takes the gradient of the initial state as soon as it is under way.
     """
 
     def forward(
@@ -40,6 +47,7 @@ class Stages(Protocol):
         initial_state: torch.Tensor | None,
         use_qk_l2norm_in_kernel: bool,
         cu_seqlens: torch.Tensor | None,
+        edge_states: list[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def summary(
@@ -62,6 +70,7 @@ class Stages(Protocol):
         *,
         scale: float,
         use_qk_l2norm_in_kernel: bool,
+        keep: list[Any] | None = None,
     ) -> torch.Tensor: ...
 
     def backward(
@@ -78,6 +87,9 @@ class Stages(Protocol):
         scale: float,
         use_qk_l2norm_in_kernel: bool,
         cu_seqlens: torch.Tensor | None,
+        edge_states: Sequence[torch.Tensor] = (),
+        kept: list[Any] | None = None,
+        state_ready: Callable[[torch.Tensor], None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 

@@ -8,10 +8,12 @@ import torch
 from .arguments import check_arguments, compute_dtype
 from .backend import check_served, get_backend
 from .operators import register
+from .segments import segment_count
 
 
 def _forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, backend):
     check_served(backend, key_dim=k.shape[-1], value_dim=v.shape[-1], dtype=k.dtype, device=k.device)
+    edge_states: list[torch.Tensor] = []
     o, final_state = get_backend(backend).forward(
         q,
         k,
@@ -22,8 +24,11 @@ def _forward(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_i
         initial_state=initial_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
+        edge_states=edge_states,
     )
-    return o.contiguous(), final_state.contiguous()
+    final_state = final_state.contiguous()
+    edges = torch.stack(edge_states) if edge_states else final_state.new_zeros(0, *final_state.shape)
+    return o.contiguous(), final_state, edges
 
 
 def _state(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
@@ -33,25 +38,30 @@ def _state(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None) ->
 
 
 def _forward_fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, backend):
-    return v.new_zeros(v.shape), _state(k, v, cu_seqlens)
+    state = _state(k, v, cu_seqlens)
+    count = 1
+    if backend != "eager":
+        batch, seq_len, heads, value_dim = v.shape
+        count = segment_count(batch, seq_len, heads, value_dim, k.shape[3], packed=cu_seqlens is not None)
+    return v.new_zeros(v.shape), state, state.new_zeros(count - 1, *state.shape)
 
 
 def _setup_context(ctx, inputs, output):
-    """Saves the inputs alone.
+    """Saves the inputs, and the states between segments.
 
     The states of all chunks would take K / C times the elements of v, in fp32; the backward computes them anew from the
-    initial state.
+    initial state and those.
     """
     *tensors, ctx.scale, ctx.use_qk_l2norm_in_kernel, ctx.backend = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors, output[2])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, do, dfinal_state):
+def _backward(ctx, do, dfinal_state, _):
     """All gradients = stages.backward(...); those of q and k are summed over HV / H."""
     if do is None and dfinal_state is None:
         return (None,) * 10
-    q, k, v, g, beta, initial_state, cu_seqlens = ctx.saved_tensors
+    q, k, v, g, beta, initial_state, cu_seqlens, edges = ctx.saved_tensors
     *gradients, dinitial_state = _chunk_backward(
         q,
         k,
@@ -61,6 +71,7 @@ def _backward(ctx, do, dfinal_state):
         initial_state,
         v.new_zeros(v.shape) if do is None else do,
         dfinal_state,
+        edges,
         cu_seqlens,
         ctx.scale,
         ctx.use_qk_l2norm_in_kernel,
@@ -69,7 +80,9 @@ def _backward(ctx, do, dfinal_state):
     return *gradients, None if initial_state is None else dinitial_state, None, None, None, None
 
 
-def _gradients(q, k, v, g, beta, initial_state, do, dfinal_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, backend):
+def _gradients(
+    q, k, v, g, beta, initial_state, do, dfinal_state, edges, cu_seqlens, scale, use_qk_l2norm_in_kernel, backend
+):
     *gradients, dinitial_state = get_backend(backend).backward(
         q,
         k,
@@ -82,6 +95,7 @@ def _gradients(q, k, v, g, beta, initial_state, do, dfinal_state, cu_seqlens, sc
         scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
+        edge_states=edges.unbind(),
     )
     if initial_state is not None:
         dinitial_state = dinitial_state.to(initial_state.dtype)
@@ -91,7 +105,7 @@ def _gradients(q, k, v, g, beta, initial_state, do, dfinal_state, cu_seqlens, sc
 
 
 def _gradients_fake(
-    q, k, v, g, beta, initial_state, do, dfinal_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, backend
+    q, k, v, g, beta, initial_state, do, dfinal_state, edges, cu_seqlens, scale, use_qk_l2norm_in_kernel, backend
 ):
     dinitial_state = _state(k, v, cu_seqlens)
     if initial_state is not None:
@@ -102,10 +116,10 @@ def _gradients_fake(
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state"
 _OPTIONS = "Tensor? cu_seqlens, float scale, bool use_qk_l2norm_in_kernel, str backend"
 _chunk = register(
-    f"gdn_chunk({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _forward, _forward_fake, _setup_context, _backward
+    f"gdn_chunk({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _forward, _forward_fake, _setup_context, _backward
 )
 _chunk_backward = register(
-    f"gdn_chunk_backward({_INPUTS}, Tensor do, Tensor? dfinal_state, {_OPTIONS})"
+    f"gdn_chunk_backward({_INPUTS}, Tensor do, Tensor? dfinal_state, Tensor edges, {_OPTIONS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _gradients,
     _gradients_fake,
@@ -148,5 +162,5 @@ def chunk_gated_delta_rule(
     """
     check_arguments(q, k, v, g, beta, initial_state, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    o, final_state = _chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, backend)
+    o, final_state, _ = _chunk(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, backend)
     return o, final_state if output_final_state else None

@@ -6,9 +6,9 @@ N states (B, or the number of documents). Shapes inside: keys [B, H, 1, n, C, K]
 equations. States and sums are fp32 (fp64 where k is fp64), also under autocast.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +66,7 @@ def forward(
     initial_state: torch.Tensor | None,
     use_qk_l2norm_in_kernel: bool,
     cu_seqlens: torch.Tensor | None = None,
+    edge_states: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs and final states of the gated delta rule.
 
@@ -77,6 +78,7 @@ def forward(
         initial_state: [N, HV, K, V], or None for zeros.
         use_qk_l2norm_in_kernel: L2-normalise q and k first.
         cu_seqlens: [N+1], int32 or int64, with B = 1: one state a document.
+        edge_states: not used.
     Returns:
         o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] in fp32 (fp64 where k is).
     Raises:
@@ -143,6 +145,7 @@ def backward_state(
     *,
     scale: float,
     use_qk_l2norm_in_kernel: bool,
+    keep: list[Any] | None = None,
 ) -> torch.Tensor:
     """Gradient of the span's initial state that comes through its outputs alone.
 
@@ -153,6 +156,7 @@ def backward_state(
         q, k: [B, T, H, K], floating. g, beta: [B, T, HV]. do: [B, T, HV, V]. One document a row.
         scale: factor s on q.
         use_qk_l2norm_in_kernel: L2-normalise q and k first.
+        keep: not used.
     Returns:
         dh [B, HV, K, V], fp32 (fp64 where k is).
     """
@@ -181,6 +185,9 @@ def backward(
     scale: float,
     use_qk_l2norm_in_kernel: bool,
     cu_seqlens: torch.Tensor | None = None,
+    edge_states: Sequence[torch.Tensor] = (),
+    kept: list[Any] | None = None,
+    state_ready: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of all inputs; the states are recomputed from `initial_state`.
 
@@ -191,6 +198,7 @@ def backward(
         initial_state, dfinal_state: [N, HV, K, V], or None for zeros. With states merged across ranks this is the
             merged state, not the caller's.
         scale, use_qk_l2norm_in_kernel, cu_seqlens: as in `forward`.
+        edge_states, kept: not used. state_ready: takes dinitial_state.
     Returns:
         dq, dk, dv, dg, dbeta in the shapes and dtypes of their inputs (dq, dk summed over the value heads of a key
         head), dinitial_state [N, HV, K, V] in fp32 (fp64 where k is).
@@ -228,6 +236,8 @@ def backward(
             for grad, dinput in zip(grads, dinputs, strict=True):
                 grad[:, tokens] = dinput.to(grad.dtype)
             dstate[rows] = dinitial.flatten(1, 2)
+        if state_ready is not None:
+            state_ready(dstate)
         dq, dk, dv, dg, dbeta = grads
         return dq, dk, dv, dg, dbeta, dstate
 

@@ -19,8 +19,6 @@ CHUNK_BYTES = 512 * 2**20
 WEIGHT_BLOCKS = 8
 
 
-# Not traced: `torch.compile` does not know its products into given memory, in another dtype.
-@torch.compiler.disable
 def linear_cross_entropy_sum(
     hidden: Tensor,
     weight: Tensor,

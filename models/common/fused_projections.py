@@ -117,8 +117,8 @@ def _computed(x: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tensor]:
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     if any(isinstance(weight, DTensor) for weight in weights):
         raise ValueError(
-            'projection_backend="fused": a projection\'s weight is a DTensor in its forward, as with tensor parallelism: '
-            'use projection_backend="torch"'
+            'projection_backend="fused": a weight is a DTensor in its forward, as with tensor parallelism: use '
+            'projection_backend="torch"'
         )
     return [operand.to(dtype) for operand in (x, *weights)]
 

@@ -9,12 +9,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_cp.class_swap import is_patched
+from hf_cp.compilation import outside_graphs
 from hf_cp.kernels.linear_cross_entropy import linear_cross_entropy_sum
 from hf_cp.loss import token_loss_sum
 from hf_cp.regions import region
 
 # Tokens at a time where the projection is not a plain linear layer and runs as a module.
 _MODULE_CHUNK = 1024
+# Tracing does not know its products into given memory, in another dtype.
+_linear_cross_entropy_sum = outside_graphs(linear_cross_entropy_sum)
 
 
 def forward(
@@ -38,7 +41,7 @@ def forward(
     """
     if cp_targets is None:
         return stock_forward(module, hidden_states)
-    return linear_cross_entropy_sum(
+    return _linear_cross_entropy_sum(
         hidden_states.flatten(0, 1),
         module.weight,
         cp_targets.flatten(),

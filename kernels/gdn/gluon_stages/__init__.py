@@ -6,6 +6,7 @@ They compute what the functions of the same names in `eager` compute; README.md 
 import types
 from typing import cast
 
+from ..triton_stages.chunks import Spans
 from ..triton_stages.compose import ComposedStages, Kernels
 from .gradients import gradients
 from .prepare import prepare
@@ -19,6 +20,7 @@ _STAGES = ComposedStages(
             prepare=prepare, outputs=outputs, transitions=transitions, reverse=reverse, gradients=gradients
         ),
     ),
+    Spans(forward=8, backward=12, chunks=32),
 )
 forward, summary = _STAGES.forward, _STAGES.summary
 backward_state, backward = _STAGES.backward_state, _STAGES.backward

@@ -628,12 +628,13 @@ def gradients(
     do: torch.Tensor,
     prepared: Prepared,
     chains: Chains,
+    out: tuple[torch.Tensor, ...],
     chunks: Chunks,
     *,
     scale: float,
     normalize: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv, dg, dbeta from the states before and their gradients after each chunk.
+) -> None:
+    """Fills dq, dk, dv, dg, dbeta from the states before and their gradients after each chunk.
 
     W = V - E∘(K S),  W~ = beta∘W,  U = Ag W~,  dU = P^T dO + R∘(K dS),  dW~ = Ag^T dU,  dv = beta∘dW~,
     dP = tril(dO U^T),  dAg = tril(dU W~^T),  dL = -tril(D∘(Ag^T dAg Ag^T), -1),  N = s dP∘D,  Z = dP∘P + dAg∘Ag
@@ -644,7 +645,7 @@ def gradients(
     """
     _, seq_len, H, K = k.shape
     HV = v.shape[2]
-    dq, dk, dv, dg, dbeta = (torch.empty_like(x) for x in (q, k, v, g, beta))
+    dq, dk, dv, dg, dbeta = out
     tasks = chunks.count * H
     programs = min(tasks, 2 * PROGRAMS)
     partial = torch.empty(programs, 2, CHUNK, K, dtype=k.dtype, device=k.device)
@@ -683,4 +684,3 @@ def gradients(
             num_warps=4,
             maxnreg=128,
         )
-    return dq, dk, dv, dg, dbeta

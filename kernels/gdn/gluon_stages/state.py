@@ -12,6 +12,7 @@ keep the tensor cores busy: a product that does not need the state runs while th
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -709,21 +710,21 @@ def outputs(
     v: torch.Tensor,
     prepared: Prepared,
     initial_state: torch.Tensor | None,
+    o: torch.Tensor,
     chunks: Chunks,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and final states.
+) -> torch.Tensor:
+    """Fills the outputs; returns the final states.
 
     W = V - E∘(K S),  S <- e^Γ S + (K^T B) W,  O = (s E∘Q - P Ag (E∘K)) S + (P Ag) V
 
     Args:
         q: not read, `prepared` has what it becomes. k: [B, T, H, K]. v: [B, T, HV, V]. All contiguous.
-        prepared: in mode OUTPUT. initial_state: [N * spans, HV, K, V] or None.
+        prepared: in mode OUTPUT. initial_state: [N * spans, HV, K, V] or None. o: like v.
     Returns:
-        o, like v, and final states [N * spans, HV, K, V] fp32.
+        Final states [N * spans, HV, K, V] fp32.
     """
-    o = torch.empty_like(v)
     final_state, _ = _run_forward(k, v, prepared, initial_state, o, chunks)
-    return o, final_state
+    return final_state
 
 
 def transitions(
@@ -798,6 +799,7 @@ def reverse(
     prepared: Prepared,
     initial_state: torch.Tensor | None,
     dfinal_state: torch.Tensor | None,
+    dv: Callable[[], torch.Tensor] | None,
     chunks: Chunks,
 ) -> Chains:
     """The gradient's chain, and with v the state's beside it; without v, dinitial_state alone is filled.
@@ -805,7 +807,7 @@ def reverse(
     dS <- e^Γ dS + (s E∘Q - P Ag (E∘K))^T dO - (B (E∘K))^T (K dS)
 
     Args:
-        q: not read, as for `outputs`. k: [B, T, H, K]. v, do: [B, T, HV, V]. prepared: in mode GRADIENT.
+        q, dv: not used. k: [B, T, H, K]. v, do: [B, T, HV, V]. prepared: in mode GRADIENT.
         initial_state, dfinal_state: [N * spans, HV, K, V] or None.
     """
     _, seq_len, H, K = k.shape

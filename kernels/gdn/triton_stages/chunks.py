@@ -16,8 +16,6 @@ import triton.language as tl
 CHUNK = 64
 # Chains that run at once: one on each multiprocessor of an H100 or H200.
 PROGRAMS = 132
-# Spans of a row, from which on cutting it pays.
-LEAST_SPANS = 8
 
 # What is prepared: for the outputs, for the summary, for the gradients.
 OUTPUT = 0
@@ -35,6 +33,14 @@ KEY_NORM = 5  # x
 QUERY_NORM = 6  # y
 ERROR = 7  # -e^G x beta: errors that take the state's gradient
 SCALE_ROWS = 8
+
+
+class Spans(NamedTuple):
+    """Where cutting rows into spans pays, as measured (README.md)."""
+
+    forward: int  # spans of a row, at least
+    backward: int
+    chunks: int  # of a span, at least
 
 
 class Chunks(NamedTuple):
@@ -71,19 +77,19 @@ def cut(batch: int, seq_len: int, cu_seqlens: torch.Tensor | None) -> Chunks:
     return Chunks(count, documents, 0, starts, lengths.int(), offsets, chunk_offsets)
 
 
-def split(chunks: Chunks, heads: int, value_dim: int) -> Chunks:
+def split(chunks: Chunks, heads: int, value_dim: int, least: int, shortest: int) -> Chunks:
     """The same chunks in as many spans as fill the GPU, or as they are where that would not pay.
 
     A split prepares twice and runs every chain twice, for the spans' summaries and for the result, each a fraction of
-    the chunks long, in three to five more launches: it pays from `LEAST_SPANS`, and from 16 chunks a span (README.md).
-    The choice depends on shapes alone, so results stay the same.
+    the chunks long, in three or four more launches: `least` spans, of `shortest` chunks at least. The choice depends on
+    shapes alone, so results stay the same.
     """
     if chunks.starts is not None:
         return chunks
     programs = chunks.documents * heads * (value_dim // 64)
-    span_chunks = max(16, triton.cdiv(chunks.per_document, max(1, PROGRAMS // programs)))
+    span_chunks = max(shortest, triton.cdiv(chunks.per_document, max(1, PROGRAMS // programs)))
     spans = triton.cdiv(chunks.per_document, span_chunks)
-    return chunks._replace(spans=spans, span_chunks=span_chunks) if spans >= LEAST_SPANS else chunks
+    return chunks._replace(spans=spans, span_chunks=span_chunks) if spans >= least else chunks
 
 
 @triton.jit

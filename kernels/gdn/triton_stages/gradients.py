@@ -312,12 +312,13 @@ def gradients(
     do: torch.Tensor,
     prepared: Prepared,
     chains: Chains,
+    out: tuple[torch.Tensor, ...],
     chunks: Chunks,
     *,
     scale: float,
     normalize: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv, dg, dbeta from the states before and their gradients after each chunk. dv is chains.dvalues.
+) -> None:
+    """Fills dq, dk, dv, dg, dbeta from the states before and their gradients after each chunk; dv holds dV' so far.
 
     W~ = beta∘W,  V' = Ag W~,  dW~ = Ag^T dV',  dv = beta∘dW~,  dP = tril(dO V'^T),  dAg = tril(dV' W~^T),
     dL = -tril(D∘(Ag^T dAg Ag^T), -1),  N = s dP∘D,  Z = dP∘P + dAg∘Ag
@@ -328,9 +329,7 @@ def gradients(
     """
     _, seq_len, H, K = k.shape
     HV, V = v.shape[2:]
-    dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
-    dv = chains.dvalues
-    assert dv is not None
+    dq, dk, dv, dg, dbeta = out
     dg_part = torch.empty(chunks.count, HV, CHUNK, dtype=torch.float32, device=k.device)
     written = k.new_empty(chunks.count, HV, CHUNK, V)
     value, key, query = (launch(kernel, K, k.dtype) for kernel in ("value", "key", "query"))
@@ -373,7 +372,6 @@ def gradients(
             **shape,
             **value.options,
         )
-        dk = torch.empty_like(k)
         _key_kernel[(chunks.count * H,)](
             d_q,
             d_k,
@@ -396,7 +394,6 @@ def gradients(
             **key.options,
         )
         del written
-        dq = torch.empty_like(q)
         _query_kernel[(chunks.count * H,)](
             d_q,
             d_k,
@@ -417,4 +414,3 @@ def gradients(
             **shape,
             **query.options,
         )
-    return dq, dk, dv, dg, dbeta

@@ -11,6 +11,7 @@ through shared memory between one step of the recurrence and the next.
 # pyright: reportMissingImports=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -477,7 +478,6 @@ class Chains(NamedTuple):
 
     states: torch.Tensor | None  # [chunks, HV, V, K], S^T before the chunk
     dstates: torch.Tensor | None  # [chunks, HV, V, K], dS^T after the chunk
-    dvalues: torch.Tensor | None  # [B, T, HV, V], dV'
     dinitial_state: torch.Tensor  # [N, HV, K, V], fp32
 
 
@@ -487,20 +487,20 @@ def outputs(
     v: torch.Tensor,
     prepared: Prepared,
     initial_state: torch.Tensor | None,
+    o: torch.Tensor,
     chunks: Chunks,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and final states.
+) -> torch.Tensor:
+    """Fills the outputs; returns the final states.
 
     W = V - E∘(K S),  O = s E∘(Q S) + (P Ag) W,  S <- e^Γ S + K^T (diag(R) Ag) W
 
     Args:
-        q, k: [B, T, H, K]. v: [B, T, HV, V]. initial_state: [N, HV, K, V] or None. All contiguous.
+        q, k: [B, T, H, K]. v, o: [B, T, HV, V]. initial_state: [N, HV, K, V] or None. All contiguous.
     Returns:
-        o, like v, and final_state [N, HV, K, V] fp32.
+        Final states [N, HV, K, V] fp32.
     """
     _, seq_len, H, K = k.shape
     HV, V = v.shape[2:]
-    o = torch.empty_like(v)
     final_state = torch.empty(chunks.documents * chunks.spans, HV, K, V, dtype=torch.float32, device=v.device)
     shape = launch("forward", K, k.dtype)
     with on_device(v):
@@ -537,7 +537,7 @@ def outputs(
             STAGES=shape.stages,
             **shape.options,
         )
-    return o, final_state
+    return final_state
 
 
 def transitions(
@@ -602,6 +602,7 @@ def reverse(
     prepared: Prepared,
     initial_state: torch.Tensor | None,
     dfinal_state: torch.Tensor | None,
+    dv: Callable[[], torch.Tensor] | None,
     chunks: Chunks,
 ) -> Chains:
     """The gradient's chain, and with v the state's beside it; without v, dinitial_state alone is filled.
@@ -610,14 +611,15 @@ def reverse(
 
     Args:
         q, k: [B, T, H, K]. v, do: [B, T, HV, V]. initial_state, dfinal_state: [N, HV, K, V] or None.
+        dv: gives memory [B, T, HV, V], which is filled with dV'; with v alone.
     """
     _, seq_len, H, K = k.shape
     HV, V = do.shape[2:]
     with_states = v is not None
     states = k.new_empty(chunks.count, HV, V, K) if with_states else None
     dstates = None if states is None else torch.empty_like(states)
-    dvalues = torch.empty_like(do) if with_states else None
     dinitial_state = torch.empty(chunks.documents * chunks.spans, HV, K, V, dtype=torch.float32, device=k.device)
+    dvalues = None if dv is None else dv()
     shape = launch("backward", K, k.dtype)
     with on_device(k):
         _backward_kernel[(chunks.documents * chunks.spans * HV * (V // shape.block_v) * (1 + with_states),)](
@@ -655,7 +657,7 @@ def reverse(
             STAGES=shape.stages,
             **shape.options,
         )
-    return Chains(states, dstates, dvalues, dinitial_state)
+    return Chains(states, dstates, dinitial_state)
 
 
 @triton.jit
@@ -727,19 +729,18 @@ def _fold_kernel(
     BLOCK_V: tl.constexpr,
     HAS_BOUNDARY: tl.constexpr,
     HAS_DBOUNDARY: tl.constexpr,
-    FORWARD: tl.constexpr,
-    REVERSE: tl.constexpr,
+    BOTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Grid (documents * HV * blocks), twice that for both chains: they are independent."""
     pid = tl.program_id(0)
-    CHAINS: tl.constexpr = 2 if FORWARD and REVERSE else 1
+    CHAINS: tl.constexpr = 2 if BOTH else 1
     BLOCKS: tl.constexpr = V // BLOCK_V
     i_block = (pid // CHAINS) % BLOCKS
     i_hv = (pid // (CHAINS * BLOCKS)) % HV
     i_document = (pid // (CHAINS * BLOCKS * HV)).to(tl.int64)
-    if pid % 2 == 1 if CHAINS == 2 else REVERSE:
-        if REVERSE:
+    if pid % CHAINS == 1:
+        if BOTH:
             _fold_chain(
                 p_transition,
                 p_dadded,
@@ -758,44 +759,40 @@ def _fold_kernel(
                 STAGES,
             )
     else:
-        if FORWARD:
-            _fold_chain(
-                p_transition,
-                p_added,
-                p_boundary,
-                p_states,
-                i_document,
-                i_hv,
-                i_block,
-                spans,
-                HV,
-                K,
-                V,
-                BLOCK_V,
-                HAS_BOUNDARY,
-                False,
-                STAGES,
-            )
+        _fold_chain(
+            p_transition,
+            p_added,
+            p_boundary,
+            p_states,
+            i_document,
+            i_hv,
+            i_block,
+            spans,
+            HV,
+            K,
+            V,
+            BLOCK_V,
+            HAS_BOUNDARY,
+            False,
+            STAGES,
+        )
 
 
 def fold(
-    transition: torch.Tensor, added: torch.Tensor, boundary: torch.Tensor | None, chunks: Chunks, *, reverse: bool
+    transition: torch.Tensor, added: torch.Tensor, initial_state: torch.Tensor | None, chunks: Chunks
 ) -> torch.Tensor:
-    """The state that enters each span, or with `reverse` the gradient of the state that leaves it.
+    """The state that enters each span.
 
-    S <- M S + h from the first span on;  dS <- M^T dS + dh from the last span back
+    S <- M S + h from the first span on
 
     Args:
-        transition: M [N * spans, HV, K, K]. added: h or dh [N * spans, HV, K, V]. All fp32, contiguous.
-        boundary: [N, HV, K, V], the first state or the gradient of the last, or None for zeros.
+        transition: M [N * spans, HV, K, K]. added: h [N * spans, HV, K, V]. All fp32, contiguous.
+        initial_state: [N, HV, K, V], or None for zeros.
     Returns:
         [N * spans, HV, K, V], fp32.
     """
     states = torch.empty_like(added)
-    if reverse:
-        _fold(transition, None, None, None, added, boundary, states, chunks)
-    else:
-        _fold(transition, added, boundary, states, None, None, None, chunks)
+    _fold(transition, added, initial_state, states, None, None, None, chunks)
     return states
 
 
@@ -807,7 +804,9 @@ def fold_both(
     dfinal_state: torch.Tensor | None,
     chunks: Chunks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both folds in one launch: the state that enters each span, and the gradient of the state that leaves it.
+    """The state that enters each span, and the gradient of the state that leaves it, in one launch.
+
+    S <- M S + h from the first span on;  dS <- M^T dS + dh from the last span back
 
     Args:
         transition: M [N * spans, HV, K, K]. added, dadded: h and dh [N * spans, HV, K, V]. All fp32, contiguous.
@@ -822,20 +821,18 @@ def fold_both(
 
 def _fold(
     transition: torch.Tensor,
-    added: torch.Tensor | None,
+    added: torch.Tensor,
     initial_state: torch.Tensor | None,
-    states: torch.Tensor | None,
+    states: torch.Tensor,
     dadded: torch.Tensor | None,
     dfinal_state: torch.Tensor | None,
     dstates: torch.Tensor | None,
     chunks: Chunks,
 ) -> None:
-    """Fills `states`, `dstates` or both."""
-    given = added if added is not None else dadded
-    assert given is not None
-    _, HV, K, V = given.shape
-    chains = (states is not None) + (dstates is not None)
-    with on_device(given):
+    """Fills `states`, and `dstates` if it is there."""
+    _, HV, K, V = added.shape
+    chains = 1 if dstates is None else 2
+    with on_device(added):
         _fold_kernel[(chunks.documents * HV * (V // _FOLD_BLOCK) * chains,)](
             transition,
             added,
@@ -851,8 +848,7 @@ def _fold(
             BLOCK_V=_FOLD_BLOCK,
             HAS_BOUNDARY=initial_state is not None,
             HAS_DBOUNDARY=dfinal_state is not None,
-            FORWARD=states is not None,
-            REVERSE=dstates is not None,
+            BOTH=dstates is not None,
             STAGES=3,
             num_warps=8,
         )
