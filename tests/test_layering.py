@@ -43,6 +43,7 @@ LIBRARIES = {
     ),
     "accelerate": (("hf_cp.plugin",), ("hf_cp.testing",)),
     "matplotlib": ((), ("hf_cp.report",)),
+    "tokenizers": ((), ("hf_cp.bench_trajectory",)),
     "liger_kernel": ((), ("hf_cp.bench_step",)),
 }
 
