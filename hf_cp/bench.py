@@ -22,10 +22,10 @@ which counts as long as the slowest rank takes; 20 runs after 5, steps too; memo
 timed on "one device": every rank by itself, with the tokens of a rank and with those of all. Steps run under FSDP2 over
 the same ranks; where they were timed at several numbers of layers, a line is fitted.
 
-trajectory: 100 steps of training on real text, of four layers without a vocabulary to speak of; errors of loss and
-gradient norm against one device, growth of memory, and whether runs are equal bit by bit (--repeat, --deterministic).
-The status is 1 where a bound is exceeded. Ranks may share a card. Without torchrun, the one device alone, whose curve
---reference reads.
+trajectory: 100 steps of training on real text, of four layers with a vocabulary of 4,096; errors of loss and gradient
+norm against one device, growth of memory, and whether runs are equal bit by bit (--repeat, --deterministic). The first
+row is the one device against a second run of itself. The status is 1 where a bound is exceeded. Ranks may share a card.
+Without torchrun, the one device alone, whose curve --reference reads.
 
 What is further from fp64, in its output or any gradient, than twice stock's own error is not timed. On a CPU, sizes are
 tiny and say nothing about speed. --out FOLDER keeps the table as JSON, Markdown and a picture; --profile FOLDER one

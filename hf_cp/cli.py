@@ -9,6 +9,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 # Each is a module with `add_arguments(parser)` and `run(arguments, argv)`, imported when it is asked for.
 COMMANDS = {
@@ -19,10 +20,15 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="hf-cp", description="Context parallelism for hybrid models in Hugging Face.")
+    parser = _Parser(prog="hf-cp", description="Context parallelism for hybrid models in Hugging Face.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     name = next((word for word in argv if not word.startswith("-")), None)
     module = None
