@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextModel
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3_5DecoderLayer, Qwen3_5GatedDeltaNet
@@ -636,6 +637,42 @@ def attention_implementations(rank: int, size: int) -> dict[str, float]:
 
 def test_attention_implementations(world: Worlds) -> None:
     assert_small(world(2).run(attention_implementations))
+
+
+class Squares(TorchDispatchMode):
+    """The results that have two dims of at least `length`."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, Tensor) and sum(size >= self.length for size in x.shape) > 1:
+                self.found.append(f"{func}: {tuple(x.shape)}")
+        return result
+
+
+SQUARE_FREE: dict[str, Callable[[int], dict[str, Tensor]]] = {
+    "dense": lambda length: {},
+    "packed": lambda length: {"cu_seq_lens_q": torch.tensor([0, length // 3, length], dtype=torch.int32)},
+    "packed by positions": lambda length: {
+        "position_ids": torch.cat([torch.arange(length // 3), torch.arange(length - length // 3)])[None]
+    },
+    "padded": lambda length: {"attention_mask": (torch.arange(length) < length - 5).long()[None]},
+}
+
+
+@pytest.mark.parametrize("case", SQUARE_FREE)
+def test_no_mask_of_all_tokens_by_all(case: str) -> None:
+    length = 1100  # above every other size of the small model
+    model = hf_cp.patch(tiny_qwen3_5(), gdn_backend="eager").train()
+    ids = torch.randint(1, 97, (1, length), generator=torch.Generator().manual_seed(0))
+    with Squares(length) as squares:
+        model(input_ids=ids, labels=ids, **SQUARE_FREE[case](length)).loss.backward()
+    assert not squares.found
 
 
 def test_dropout_is_the_stock_models() -> None:
