@@ -94,10 +94,13 @@ def delta_rule_seconds(
     Args:
         gdn_backend: ``"triton"`` or ``"gluon"``.
     """
-    full = c(f"{gdn_backend}_full_heads")
-    size = tokens * max(heads, full) * shape.key_dim * shape.value_dim / 128**2
-    forward = c(f"{gdn_backend}_forward_start") + c(f"{gdn_backend}_forward") * size
-    return forward, c(f"{gdn_backend}_backward_start") + c(f"{gdn_backend}_backward") * size
+    size = tokens * heads * shape.key_dim * shape.value_dim / 128**2
+    idle = max(0.0, 1 - heads / 32)
+    forward, backward = (
+        c(f"{gdn_backend}_{way}_start") + c(f"{gdn_backend}_{way}") * size * (1 + c(f"{gdn_backend}_{way}_idle") * idle)
+        for way in ("forward", "backward")
+    )
+    return forward, backward
 
 
 def linear_mixer_seconds(shape: ModelShape, training: Training, gdn_backend: str = "triton") -> tuple[float, float]:
