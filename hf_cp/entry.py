@@ -151,10 +151,13 @@ def agree(
     row: Any = [_CACHES if refusal is None else _REFUSES] + [0] * len(fields)
     if refusal is None and not cached:
         hashed["inputs"] = inputs
-        hashes = [_hash(hashed.get(name.replace(" ", "_"))).to(inputs.device) for name in _HASHED]
-        head = torch.tensor([_SHARDS, *inputs.shape[:2]], dtype=torch.int64, device=inputs.device)
-        tail = torch.tensor([kind], dtype=torch.int64, device=inputs.device)
-        row = torch.cat([head, torch.stack(hashes), tail])
+        hashes = [_hash(hashed.get(name.replace(" ", "_"))) for name in _HASHED]
+        # Few are of tensors on a GPU, and the others need no operation there: one copy for all, one for each of the few.
+        known = [0 if x.device.type == "cuda" else int(x) for x in hashes]
+        row = torch.tensor([_SHARDS, *inputs.shape[:2], *known, kind], dtype=torch.int64).to(inputs.device)
+        for index, x in enumerate(hashes, start=1 + len(_SIZES)):
+            if x.device.type == "cuda":
+                row[index] = x
     with _waiting_for_others(mesh):
         rows = exchange_vector(row, mesh)
     elsewhere = [rank for rank, row in enumerate(rows) if row[0] not in (_SHARDS, _REFUSES, _CACHES)]
