@@ -14,8 +14,9 @@ its full attention. Each row: median milliseconds of forward, backward and both 
 stock and eager, whose torch loops take long), each waited for and started with the host ahead, as in a long step, so
 that it is the device's time; and peak MiB beyond weights and inputs.
 
-step: forward, backward, clipping and fused AdamW of a random Qwen3.5 with its whole vocabulary, as many layers as the
-estimate of hf-cp plan lets fit; medians of 10 steps after 3 (of 2 after 1 for stock, eager and very long sequences).
+step: forward, backward, clipping and fused AdamW of a random Qwen3.5 with its whole vocabulary, or of its adapters
+(--lora), as many layers as the estimate of hf-cp plan lets fit; medians of 10 steps after 3 (of 2 after 1 for stock,
+eager and very long sequences).
 
 Between ranks, which share one sequence (a GPU each over NCCL, or gloo with --device cpu): ranks meet before every run,
 which counts as long as the slowest rank takes; 20 runs after 5, steps too; memory is the worst rank's. Layers are also
@@ -185,7 +186,11 @@ def _step_table(arguments: argparse.Namespace, size: int) -> Callable[[Ranks, Em
     if arguments.precision == "fp32":
         raise ValueError("--precision fp32 is for trajectories: give mixed or bf16")
     arguments.models = arguments.models or "0.8B,4B"
-    arguments.precision = arguments.precision or ("mixed" if size > 1 else "bf16")
+    arguments.precision = arguments.precision or ("mixed" if size > 1 or arguments.lora else "bf16")
+    if arguments.lora < 0:
+        raise ValueError(f"--lora {arguments.lora}: give a positive rank, or 0 for none")
+    if arguments.lora:
+        bench_step.check_lora(arguments.precision)
     # What the estimate may fill: the allocator's fragments need the rest.
     room = 0.0
     if arguments.device == "cuda":
@@ -230,6 +235,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab", type=int, help="for steps, instead of the model's own")
     parser.add_argument("--checkpointing", default="off", help="for steps: off, full or off,full")
     parser.add_argument("--precision", choices=("mixed", "bf16", "fp32"), help="of weights; fp32 for trajectories only")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="for steps: adapters beside frozen weights")
     parser.add_argument("--liger", action="store_true", help="for steps: norms and MLPs on Liger's kernels")
     parser.add_argument("--out", type=Path, metavar="FOLDER")
     parser.add_argument("--profile", type=Path, metavar="FOLDER")

@@ -81,6 +81,7 @@ class Case:
         precision: as in `Training`. repeats: warm-up steps and timed steps.
         settings: further arguments of `hf_cp.patch`: modes and projections.
         liger: whether norms and MLPs run on Liger's kernels.
+        lora: rank of adapters on every linear module but the head, all other weights frozen in bf16; 0 for none.
     """
 
     name: str
@@ -92,11 +93,13 @@ class Case:
     repeats: tuple[int, int]
     settings: dict[str, str] = field(default_factory=dict)
     liger: bool = False
+    lora: int = 0
 
     @property
     def code(self) -> str:
         """What computes the layers, as a row shows it."""
-        return f"{self.implementation}, liger" if self.liger else self.implementation
+        beside = (["liger"] if self.liger else []) + ([f"lora {self.lora}"] if self.lora else [])
+        return ", ".join([self.implementation, *beside])
 
     @property
     def mode(self) -> str:
@@ -113,6 +116,7 @@ class Case:
             shards=ranks,
             checkpointing=self.checkpointing,
             precision=self.precision,
+            lora=self.lora,
             **modes,
         )
 
@@ -149,14 +153,25 @@ def text_config(shape: ModelShape) -> Any:
     )
 
 
-def make_model(shape: ModelShape, device: str | torch.device, dtype: torch.dtype) -> Any:
-    """A random Qwen3.5 text model with a head, the same weights on every call."""
+def make_model(shape: ModelShape, device: str | torch.device, dtype: torch.dtype, lora: int = 0) -> Any:
+    """A random Qwen3.5 text model with a head, the same weights on every call.
+
+    Args:
+        lora: rank of adapters on every linear module but the head, both matrices random and in fp32; 0 for none.
+    """
     from transformers import Qwen3_5ForCausalLM
 
     torch.manual_seed(0)
     with torch.device(device):
         model: Any = Qwen3_5ForCausalLM(text_config(shape))
-    return model.to(dtype).train()
+    model = model.to(dtype)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        how: Any = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
+        model = get_peft_model(model, LoraConfig(r=lora, lora_alpha=2 * lora, **how))
+    return model.train()
 
 
 def check_liger(device: str) -> None:
@@ -171,9 +186,21 @@ def check_liger(device: str) -> None:
         raise ValueError("--liger: its kernels run on GPUs only: drop it, or --device cpu")
 
 
+def check_lora(precision: str) -> None:
+    """Raise where models with adapters cannot be made.
+
+    Raises:
+        ValueError: PEFT is not installed, or another precision is asked for.
+    """
+    if find_spec("peft") is None:
+        raise ValueError("--lora: peft is not installed: pip install peft")
+    if precision != "mixed":
+        raise ValueError(f"--lora: --precision {precision}: adapters in fp32 beside frozen bf16: give mixed, or none")
+
+
 def model_of(case: Case, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> Any:
     """The model of a case before it is patched, with the layers of ``shape``."""
-    model = make_model(shape, device, dtype)
+    model = make_model(shape, device, dtype, case.lora)
     if case.liger:
         import liger_kernel.transformers as liger  # pyright: ignore[reportMissingImports]
         from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
@@ -181,9 +208,14 @@ def model_of(case: Case, shape: ModelShape, device: torch.device, dtype: torch.d
         # It also replaces classes for the whole process, in which models without it are made too.
         classes = modeling.Qwen3_5RMSNorm, modeling.Qwen3_5MLP
         # Its loss would take the place of the patched model's.
-        liger.apply_liger_kernel_to_qwen3_5(model=model, fused_linear_cross_entropy=False)
+        liger.apply_liger_kernel_to_qwen3_5(model=_base(model), fused_linear_cross_entropy=False)
         modeling.Qwen3_5RMSNorm, modeling.Qwen3_5MLP = classes
     return model
+
+
+def _base(model: Any) -> Any:
+    """The model of transformers, without what PEFT puts around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def prepare(model: Any, implementation: str) -> Any:
@@ -204,7 +236,7 @@ def spread(model: Any, case: Case, ranks: Ranks) -> Any:
     policy = MixedPrecisionPolicy()
     if case.precision == "mixed":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for layer in model.model.layers:
+    for layer in _base(model).model.layers:
         fully_shard(layer, mesh=device_mesh, mp_policy=policy)
     return fully_shard(model, mesh=device_mesh, mp_policy=policy)
 
@@ -214,8 +246,9 @@ def token_ids(shape: ModelShape, tokens: int, device: str | torch.device) -> tor
     return torch.randint(0, shape.vocab, (1, tokens), device=device, generator=generator)
 
 
-def _loss_and_gradients(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    loss = model(input_ids=ids, labels=ids).loss
+def _loss_and_gradients(model: Any, ids: torch.Tensor, autocast: bool = False) -> dict[str, torch.Tensor]:
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     found = {"loss": loss.detach()}
     for name, p in model.named_parameters():
@@ -226,27 +259,30 @@ def _loss_and_gradients(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor
     return found | {NORM: torch.stack(norms).norm()}
 
 
-def exact(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def exact(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Loss, gradients and their norm of a short model of these widths in fp64, its weights rounded to ``dtype``."""
-    shape = replace(shape, layer_types=CHECKED_LAYERS)
-    model = prepare(make_model(shape, device, dtype).double(), "eager")
+    shape = replace(case.shape, layer_types=CHECKED_LAYERS)
+    model = prepare(make_model(shape, device, dtype, case.lora).double(), "eager")
     return _loss_and_gradients(model, token_ids(shape, CHECKED_TOKENS, device))
 
 
 def errors(case: Case, ranks: Ranks, dtype: torch.dtype, expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """Relative L2 distances to the exact results, the same numbers on every rank. Stock runs on each by itself."""
     shape = replace(case.shape, layer_types=CHECKED_LAYERS)
-    if ranks.size > 1 and case.implementation != "stock":
+    sharded = ranks.size > 1 and case.implementation != "stock"
+    if sharded:
         model = spread(model_of(case, shape, ranks.device, weights_dtype(case)), case, ranks)
     else:
         model = prepare(model_of(case, shape, ranks.device, dtype), case.implementation)
-    found = _loss_and_gradients(model, token_ids(shape, CHECKED_TOKENS, ranks.device))
+    # Without adapters, weights of one device are rounded before.
+    autocast = bool(case.lora) and not sharded and dtype == torch.bfloat16
+    found = _loss_and_gradients(model, token_ids(shape, CHECKED_TOKENS, ranks.device), autocast)
     distances = [float((found[name].double() - x).norm() / x.norm()) for name, x in expected.items()]
     return dict(zip(expected, ranks.largest(distances), strict=True))
 
 
 def weights_dtype(case: Case) -> torch.dtype:
-    return torch.float32 if case.precision == "mixed" else torch.bfloat16
+    return torch.float32 if case.precision == "mixed" and not case.lora else torch.bfloat16
 
 
 def refusal(found: dict[str, float], stock: dict[str, float]) -> str | None:
@@ -315,7 +351,8 @@ def _measured(case: Case, ranks: Ranks, traces: Path | None) -> dict[str, Any]:
     autocast = case.precision == "mixed" and ranks.size == 1
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.01, fused=True)
     ids = token_ids(case.shape, case.tokens, ranks.device)
     warm_up, repeats = case.repeats
     for _ in range(warm_up):
@@ -337,7 +374,7 @@ def _measured(case: Case, ranks: Ranks, traces: Path | None) -> dict[str, Any]:
         allocated, reserved = ranks.peaks()
         row |= {"peak GiB": allocated / GIB, "reserved GiB": reserved / GIB}
     if traces is not None:
-        parts = ["step", case.name, f"{len(case.shape.layer_types)}layers", *case.code.split(", ")]
+        parts = ["step", case.name, f"{len(case.shape.layer_types)}layers", *case.code.replace(" ", "").split(",")]
         parts += [part for part in case.mode.replace(",", "/").replace(" ", "").split("/") if part]
         parts += [f"{ranks.size}x{case.tokens // ranks.size}", "full" if case.checkpointing else "off"]
         write_trace(step, ranks, traces, "-".join(parts))
@@ -423,7 +460,7 @@ def cases(arguments: Any, variants: Sequence[tuple[str, dict[str, str]]], ranks:
         shape = SHAPES[name].with_layers(int(layers) or len(SHAPES[name].layer_types))
         if arguments.vocab:
             shape = replace(shape, vocab=arguments.vocab)
-        how: Any = (checkpointing == "full", arguments.precision, (3, 10), settings, arguments.liger)
+        how: Any = (checkpointing == "full", arguments.precision, (3, 10), settings, arguments.liger, arguments.lora)
         case = Case(name, shape, implementation, 8192, *how)
         length = longest(shape, case.training(ranks), room) if tokens == "longest" else int(tokens)
         case = replace(case, tokens=length)
@@ -445,7 +482,7 @@ def check(found: Sequence[Case], ranks: Ranks, say: Callable[[str], None]) -> No
     for name in dict.fromkeys(case.name for case in found):
         different = {(case.implementation, case.mode): case for case in found if case.name == name}
         sample = next(iter(different.values()))
-        expected = exact(sample.shape, ranks.device, dtype)
+        expected = exact(sample, ranks.device, dtype)
         stock = errors(replace(sample, implementation="stock", liger=False), ranks, dtype, expected)
         for (implementation, mode), case in different.items():
             if implementation == "stock" and not case.liger:

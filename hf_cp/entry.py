@@ -152,7 +152,7 @@ def agree(
     if refusal is None and not cached:
         hashed["inputs"] = inputs
         hashes = [_hash(hashed.get(name.replace(" ", "_"))) for name in _HASHED]
-        # Few are of tensors on a GPU, and the others need no operation there: one copy for all, one for each of the few.
+        # Few are of tensors on a GPU; the others need no operation there: a copy for all, and one for each of the few.
         known = [0 if x.device.type == "cuda" else int(x) for x in hashes]
         row = torch.tensor([_SHARDS, *inputs.shape[:2], *known, kind], dtype=torch.int64).to(inputs.device)
         for index, x in enumerate(hashes, start=1 + len(_SIZES)):

@@ -40,7 +40,8 @@ def commit() -> str | None:
 def conditions(device: str) -> dict[str, Any]:
     """What a table has to say about the machine: device, versions, commit."""
     found: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else "CPU"}
-    found |= {name: installed(name) for name in ("torch", "triton", "transformers", "flash-linear-attention")}
+    stocks = ("flash-linear-attention", "causal-conv1d")  # what stock runs on where they are installed
+    found |= {name: installed(name) for name in ("torch", "triton", "transformers", *stocks)}
     return found | {"hf_cp": installed("hf_cp"), "commit": commit()}
 
 

@@ -128,6 +128,22 @@ def test_steps_with_liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         assert "forward" not in model.__dict__
 
 
+def test_steps_of_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*STEP, "--lora", "4", "--layer-code", "eager,stock", "--out", str(tmp_path)]) == 0
+    # Only adapters have gradients: their matrices alone are compared, with both random, so that none is zero.
+    assert "tiny: eager, lora 4 is at most" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "step.json").read_text())["rows"]
+    assert {row["layer code"] for row in rows} == {"eager, lora 4", "stock, lora 4"}
+    case = bench_step.Case("tiny", bench_step.TINY, "eager", 8, False, "mixed", (0, 1), lora=4)
+    found = bench_step.exact(case, torch.device("cpu"), torch.bfloat16)
+    weights = set(found) - {"loss", bench_step.NORM}
+    assert weights
+    assert all("lora_" in name and found[name].norm() > 0 for name in weights)
+    for options, said in ((["--precision", "bf16"], "--lora: --precision bf16: "), (["--lora", "-1"], "--lora -1: ")):
+        assert main([*STEP, "--lora", "4", *options]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_errors_that_are_permitted() -> None:
     stock = {"loss": 1e-5, "a": 1e-2, "b": 1e-4, "c": 2e-2}
     assert bench_step.refusal(stock, stock) is None
@@ -283,6 +299,8 @@ def test_steps_between_ranks(world: Worlds, tmp_path: Path, capsys: pytest.Captu
     assert all("x layers" in row["note"] for row in rows[4:])
 
     traces = tmp_path / "traces"
+    ranks = world(2).run(run_command, [*RANKS_STEP, "--modes", "p2p", "--lora", "4"])
+    assert "| p2p/ulysses | 2 | 32 | 16 | off | eager, lora 4 |" in ranks[0][1], ranks
     command = [*RANKS_STEP, "--modes", "allgather", "--attention-mode", "allgather", "--checkpointing", "full"]
     ranks = world(2).run(run_command, [*command, "--profile", str(traces)])
     assert "| allgather/allgather | 2 | 32 | 16 | full |" in ranks[0][1]
