@@ -1,11 +1,13 @@
 """The recipes: launch configurations, data, a stock run, resuming, and the demo from end to end."""
 
+import argparse
 import contextlib
 import importlib.util
 import json
 import math
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -32,7 +34,7 @@ from transformers import (
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from hf_cp import cli
+from hf_cp import bench, cli
 from hf_cp.planning.launch import script_options
 from hf_cp.planning.memory import Training
 
@@ -426,3 +428,39 @@ def test_demo_notices_a_difference(capsys: pytest.CaptureFixture[str]) -> None:
     for loss in (6.001, math.nan):
         assert not demo.report([first, second], [first, demo.Step(2, loss, 1.0)])
         assert "FAIL" in capsys.readouterr().out
+
+
+def measure(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(RECIPES / "measure.sh"), *arguments]
+    return subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+
+
+def test_phases_of_measuring_are_commands_that_exist() -> None:
+    listed = measure("--list")
+    assert listed.returncode == 0, listed.stderr
+    lines = [line.split(maxsplit=3) for line in listed.stdout.splitlines()]
+    assert len({name for name, *_ in lines}) == len(lines) > 20
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    bench.add_arguments(parser)
+    for _, gpus, limit, command in lines:
+        assert int(gpus) in (1, 2, 4, 8)
+        assert int(limit) < 600
+        for path in re.findall(r"\btests/\S+", command):
+            assert (RECIPES.parent / path).exists(), path
+        for module in re.findall(r"-m (hf_cp\S+)", command):
+            assert importlib.util.find_spec(module), module
+        if "-m hf_cp.bench " in command:
+            parser.parse_args(shlex.split(command.partition("-m hf_cp.bench ")[2]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_phase_that_fails_is_told(tmp_path: Path) -> None:
+    done = measure(str(tmp_path), "layer")
+    assert done.returncode == 1
+    assert "PyTorch sees no CUDA GPU" in (tmp_path / "layer.log").read_text()
+    summary = (tmp_path / "summary.txt").read_text()
+    assert summary == done.stdout
+    assert re.fullmatch(r"layer +\d+ s  status   1  -m hf_cp.bench .*\n", summary)
+    done = measure(str(tmp_path), "layer", "fast")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no phase is called fast" in done.stderr
