@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import random
 import shutil
 import signal
 import socket
@@ -520,9 +521,7 @@ class World:
         context = _fork_server()
         folder = Path(tempfile.mkdtemp(prefix="hf_cp_world_"))
         self._folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             watch, watched = context.Pipe()
@@ -590,6 +589,22 @@ class World:
 
 
 @functools.cache
+def free_port() -> int:
+    """A port that nothing on this machine listens at, for ranks to meet at.
+
+    It is none of those that the system gives to connections: until the ranks come, which takes seconds, another
+    process's connection could get such a port.
+
+    Raises:
+        OSError: none was found.
+    """
+    for port in random.SystemRandom().sample(range(20000, 30000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError("no port between 20000 and 30000 is free")
+
+
 def _fork_server() -> Any:
     # Forked children inherit these; they are read when torch is imported.
     saved = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}

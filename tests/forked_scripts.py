@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
 import tempfile
 import time
@@ -12,7 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hf_cp.testing import _fork_server
+from hf_cp.testing import _fork_server, free_port
 
 
 def _main(script: str, arguments: Sequence[str], cwd: str, environment: Mapping[str, str], output: str) -> None:
@@ -50,9 +49,7 @@ def run_script(
     Raises:
         AssertionError: a process failed, or did not finish within `timeout` seconds; with its output.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = []
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"output{rank}" for rank in range(ranks)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from hf_cp.kernels.a2a_gemm.fused import FusedBackend
 from hf_cp.kernels.a2a_gemm.plan import Block, Matrix, Segment, Tuning, make_plan, stream_of
 from hf_cp.kernels.a2a_gemm.routes import heads_per_rank
 from hf_cp.kernels.a2a_gemm.workspace import Workspace
+from hf_cp.testing import free_port
 
 # Ranks of one process: the first launch of a kernel that is loaded late waits for the device, which may be waiting for
 # the rank that is not enqueued yet.
@@ -387,9 +387,7 @@ def test_two_gpus_share_symmetric_memory(script: str, how: str) -> None:
 
 
 def run_ranks(script: str, how: str, size: int = 2) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +36,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from hf_cp import bench, cli
 from hf_cp.planning.launch import script_options
 from hf_cp.planning.memory import Training
+from hf_cp.testing import free_port
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 CONFIGS = sorted(RECIPES.glob("*.yaml"))
@@ -221,9 +221,7 @@ def test_two_machines_train_as_one(small_run: list[str], stock_runs: Path, tmp_p
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     launch = yaml.safe_load((RECIPES / "two_nodes.yaml").read_text())
     launch |= {"num_processes": 2, "main_process_port": port, "mixed_precision": "no"}
     sizes = {"parallelism_config_dp_shard_size": 1, "parallelism_config_cp_size": 2}
