@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_cp.kernels.a2a_gemm import build
+from hf_cp.kernels.a2a_gemm import bench, build, fused
 
 
 def has_nvcc() -> bool:
@@ -67,10 +67,10 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_old_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     old = tmp_path / "nvcc"
-    old.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.3, V12.3.107'\n")
+    old.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
     old.chmod(0o755)
     monkeypatch.setenv("HF_CP_NVCC", str(old))
-    with pytest.raises(build.BuildError, match=r"reports release 12.3: the kernels need CUDA 12.4 or newer"):
+    with pytest.raises(build.BuildError, match=r"reports release 12.4: the kernels need CUDA 12.5 or newer"):
         build.find_nvcc()
 
 
@@ -104,6 +104,38 @@ def test_the_hash_follows_sources_and_macros(monkeypatch: pytest.MonkeyPatch, tm
     header = tmp_path / "order.cuh"
     header.write_text(header.read_text() + "\n")
     assert all(build.source_hash(name) != before[name] for name in before)
+
+
+def test_other_clusters_are_the_same_tiles_and_built_for_the_bench_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in {variant for row in bench.ROWS.values() for variant in row.variants}:
+        found = {ctas: build.with_clusters(name, ctas) for ctas in (1, 2)}
+        assert name in found.values()
+        macros = {ctas: build.VARIANTS[variant][1] for ctas, variant in found.items()}
+        assert macros[1] == {**macros[2], "HF_CP_CLUSTER": 1}
+        assert {ctas: one["HF_CP_CLUSTER"] for ctas, one in macros.items()} == {1: 1, 2: 2}
+    assert {*fused.VARIANTS, "bf16_batched", "fp8", "fp8_wide"} == set(build.USED)
+    assert bench.row_of("large", []).variants == bench.ROWS["large"].variants
+    assert bench.row_of("pv", [2, 1]).variants == ("bf16_batched_cluster_2", "bf16_batched")
+    built: list[str] = []
+    monkeypatch.setattr(build, "build", built.append)
+    monkeypatch.setattr(sys, "argv", ["build"])
+    build.main()
+    assert built == list(build.USED)
+    monkeypatch.setattr(sys, "argv", ["bench", "medium", "--clusters", "1,3"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "error: variant bf16 has no clusters of 3 CTAs: choose 1 or 2" in capsys.readouterr().err
+
+
+def test_the_bench_puts_clusters_side_by_side() -> None:
+    times = {"one": 2.0, "two": 1.5, "alone": 1.0}
+    lines = bench.side_by_side(times, {"one": ("tile", 1), "alone": ("other", 2), "two": ("tile", 2)})
+    assert [line.split() for line in lines] == [
+        ["tile", "1", "CTAs", "2.0000", "ms", "100.0", "%", "2", "CTAs", "1.5000", "ms", "75.0", "%"],
+        ["other", "2", "CTAs", "1.0000", "ms", "100.0", "%"],
+    ]
 
 
 @compiles_all

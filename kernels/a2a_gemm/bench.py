@@ -1,6 +1,6 @@
 """Times the fused operators against pure products, on one GPU with every rank's buffers local.
 
-    python -m hf_cp.kernels.a2a_gemm.bench [ROW ...] [--sweep] [--json FILE]
+    python -m hf_cp.kernels.a2a_gemm.bench [ROW ...] [--sweep] [--clusters 1,2] [--json FILE]
 
 A row is first checked (poisoned buffers, against fp32), then timed: 10 warm-up calls and 50 samples, in rounds that
 alternate between the candidates, so that all see the same clocks. A sample is the time between two CUDA events; the
@@ -14,22 +14,26 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .build import check_device
+from .build import check_device, with_clusters
 from .plan import Block, Matrix, Plan, Segment, Tuning, make_plan, shape_of, stream_of
 from .workspace import Workspace
 
+LIMIT = 4e-3  # rounding to BF16, and the tensor cores' sums of FP8 products
 PEAK = {torch.bfloat16: 989.5, torch.float8_e4m3fn: 1979.0}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: an operator, its sizes for one rank, and the variants that can run it."""
+    """One line of the table: an operator, its sizes for one rank, and the variants that can run it.
+
+    The windows of `sweep` are in row tiles here, so that clusters of any size are given the same.
+    """
 
     operator: str
     dtype: torch.dtype
@@ -49,8 +53,8 @@ def _tunings(copy_ctas: list[int], tails: list[int], windows: list[int]) -> tupl
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 _WIDE = ("bf16", "bf16_wide", "bf16_narrow")
 _FP8_WIDE = ("fp8", "fp8_wide")
-_COPIES = _tunings([4, 8, 12, 16], [-1], [4])
-_NO_COPIES = _tunings([0], [0], [4, 8])
+_COPIES = _tunings([4, 8, 12, 16], [-1], [8])
+_NO_COPIES = _tunings([0], [0], [8, 16])
 ROWS = {
     "medium": Row("a2a_gemm", BF16, 2048, 5120, 4096, 1, 8, _WIDE, _COPIES),
     "medium_cp4": Row("a2a_gemm", BF16, 2048, 5120, 4096, 1, 4, _WIDE, _COPIES),
@@ -107,12 +111,30 @@ class Case:
     plan: Callable[[str, Tuning], Plan]
     poison: Callable[[], None]
     check: Callable[[], float]
-    keep: list[object] = field(default_factory=list)
+
+
+def require(wrong: float, what: str) -> None:
+    """Exit unless a relative error is what rounding makes."""
+    if not wrong < LIMIT:
+        sys.exit(f"{what}: relative error {wrong:.2e} must be below {LIMIT:.0e}; nothing was timed")
+
+
+def alone(row: Row, a: Tensor, b: Tensor, d: Tensor, want: Tensor, ws: Workspace) -> dict[str, Callable[[], object]]:
+    """Each variant's product of operands that lie there, into `d`; checked."""
+    calls: dict[str, Callable[[], object]] = {}
+    for variant in row.variants:
+        plan = make_plan(variant, Matrix.of(a), [Matrix.of(b)], [Segment(Matrix.of(d))], sm_count=ws.sm_count)
+        d.fill_(float("nan"))
+        plan.run(stream_of())
+        require(error(d, want), f"{row.operator}: own {variant}")
+        # A plan holds addresses alone.
+        calls[f"own {variant}"] = lambda plan=plan, held=(a, b, d): plan.run(stream_of())
+    return calls
 
 
 def gather_case(row: Row, ws: Workspace) -> Case:
     """`a2a_gemm`: K group p lies at rank p."""
-    width, size = row.K // row.W, torch.empty((), dtype=row.dtype).element_size()
+    width = row.K // row.W
     parts = [draw(row.M, width, dtype=row.dtype) for _ in range(row.W)]
     b = draw(row.N, row.K, dtype=row.dtype)
     a, d = (
@@ -136,12 +158,6 @@ def gather_case(row: Row, ws: Workspace) -> Case:
             own_block=0, tuning=tuning, sm_count=ws.sm_count,
         )  # fmt: skip
 
-    def alone(variant: str) -> Callable[[], object]:
-        made = make_plan(
-            variant, Matrix.of(whole), [Matrix.of(b)], [Segment(Matrix.of(d))], sm_count=ws.sm_count, keep=(whole,)
-        )
-        return lambda: made.run(stream_of())
-
     def poison() -> None:
         a.view(torch.uint8).fill_(0xFF)
         d.fill_(float("nan"))
@@ -151,8 +167,8 @@ def gather_case(row: Row, ws: Workspace) -> Case:
             return float("inf")
         return error(d, want)
 
-    pure = {"library": lambda: product(whole, b, one), **{f"own {v}": alone(v) for v in row.variants}}
-    return Case(row, pure, then, plan, poison, check, [size])
+    pure = {"library": lambda: product(whole, b, one), **alone(row, whole, b, d, want, ws)}
+    return Case(row, pure, then, plan, poison, check)
 
 
 def scatter_case(row: Row, ws: Workspace) -> Case:
@@ -182,10 +198,6 @@ def scatter_case(row: Row, ws: Workspace) -> Case:
 
     whole = torch.empty(row.M, row.N, device="cuda", dtype=BF16)
 
-    def alone(variant: str) -> Callable[[], object]:
-        made = make_plan(variant, Matrix.of(x), [Matrix.of(b)], [Segment(Matrix.of(whole))], sm_count=ws.sm_count)
-        return lambda: made.run(stream_of())
-
     def poison() -> None:
         for output in outputs:
             for part in output:
@@ -194,7 +206,7 @@ def scatter_case(row: Row, ws: Workspace) -> Case:
     def check() -> float:
         return error(torch.cat([part for output in outputs for part in output], 1), want)
 
-    pure = {"library": lambda: product(x, b, one), **{f"own {v}": alone(v) for v in row.variants}}
+    pure = {"library": lambda: product(x, b, one), **alone(row, x, b, whole, want, ws)}
     return Case(row, pure, lambda: pack(product(x, b, one)), plan, poison, check)
 
 
@@ -211,10 +223,6 @@ def batched_case(row: Row, ws: Workspace) -> Case:
     def plan(variant: str, tuning: Tuning) -> Plan:
         return make_plan(variant, Matrix.of(p), [Matrix.of(values)], segments, tuning=tuning, sm_count=ws.sm_count)
 
-    def alone(variant: str) -> Callable[[], object]:
-        made = make_plan(variant, Matrix.of(p), [Matrix.of(values)], [Segment(Matrix.of(whole))], sm_count=ws.sm_count)
-        return lambda: made.run(stream_of())
-
     def poison() -> None:
         for output in outputs:
             output.fill_(float("nan"))
@@ -225,21 +233,56 @@ def batched_case(row: Row, ws: Workspace) -> Case:
     def then() -> object:
         return [part.transpose(0, 1).contiguous() for part in torch.bmm(p, values).chunk(row.W, 1)]
 
-    pure = {"library": lambda: torch.bmm(p, values), **{f"own {v}": alone(v) for v in row.variants}}
+    pure = {"library": lambda: torch.bmm(p, values), **alone(row, p, values, whole, want, ws)}
     return Case(row, pure, then, plan, poison, check)
 
 
 CASES = {"a2a_gemm": gather_case, "gemm_a2a": scatter_case, "batched_pv_a2a": batched_case}
 
 
-def run_row(name: str, ws: Workspace, sweep: bool) -> list[dict[str, object]]:
+def row_of(name: str, clusters: Sequence[int]) -> Row:
+    """A row with its tiles in clusters of these sizes, those it has by default if none is given.
+
+    Raises:
+        ValueError: a size for which no variant is there.
+    """
     row = ROWS[name]
+    if not clusters:
+        return row
+    return replace(row, variants=tuple(with_clusters(v, ctas) for v in row.variants for ctas in clusters))
+
+
+def side_by_side(times: dict[str, float], clusters: dict[str, tuple[str, int]]) -> list[str]:
+    """A line for each set of candidates that differ in their clusters alone.
+
+    Args:
+        times: milliseconds of each candidate.
+        clusters: of those of this kernel, what they have in common with others, and the CTAs of their clusters.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for label, (what, ctas) in clusters.items():
+        found.setdefault(what, {})[ctas] = times[label]
+    lines = []
+    for what, ms in found.items():
+        first = next(iter(ms.values()))
+        columns = [f"{ctas} CTAs {time:.4f} ms {100 * time / first:6.1f} %" for ctas, time in ms.items()]
+        lines.append(f"{what:<40} " + "   ".join(columns))
+    return lines
+
+
+def run_row(name: str, ws: Workspace, sweep: bool, clusters: Sequence[int] = ()) -> list[dict[str, object]]:
+    row = row_of(name, clusters)
     case = CASES[row.operator](row, ws)
     candidates: dict[str, Callable[[], object]] = {f"pure {key}": call for key, call in case.pure.items()}
     candidates["exchange, then library" if row.operator == "a2a_gemm" else "library, then exchange"] = case.then
-    limit = 4e-3
+    compared: dict[str, tuple[str, int]] = {}
     for variant in row.variants:
+        shape = shape_of(variant)
+        tile = f"{shape.tile_m} x {shape.tile_n}"
+        compared[f"pure own {variant}"] = f"{tile} alone", shape.cluster
         for tuning in row.sweep if sweep else (Tuning(),):
+            what = f"copy {tuning.copy_ctas} tail {tuning.tail_pairs} window {tuning.window}"
+            tuning = replace(tuning, window=tuning.window // shape.cluster)
             plan = case.plan(variant, tuning)
 
             def fused(plan: Plan = plan) -> None:
@@ -254,11 +297,10 @@ def run_row(name: str, ws: Workspace, sweep: bool) -> list[dict[str, object]]:
             fused()
             torch.cuda.synchronize()
             ws.check()
-            wrong = case.check()
-            label = f"fused {variant} copy {tuning.copy_ctas} tail {tuning.tail_pairs} window {tuning.window}"
-            if not wrong < limit:
-                sys.exit(f"{name}: {label}: relative error {wrong:.2e} must be below {limit:.0e}; nothing was timed")
+            label = f"fused {variant} {what}"
+            require(case.check(), f"{name}: {label}")
             candidates[label] = fused
+            compared[label] = f"{tile} fused, {what}", shape.cluster
     times = time_all(candidates)
     best = min(time for key, time in times.items() if key.startswith("pure "))
     operations = 2 * row.L * row.M * row.N * row.K / 1e9
@@ -276,25 +318,35 @@ def run_row(name: str, ws: Workspace, sweep: bool) -> list[dict[str, object]]:
             f"{line['of_pure']:6.1f} % of pure {line['of_peak']:5.1f} % of peak",
             flush=True,
         )
+    if clusters:
+        print("  clusters side by side:", *side_by_side(times, compared), sep="\n    ", flush=True)
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", default=list(ROWS), help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--sweep", action="store_true", help="over copying CTAs and windows")
+    parser.add_argument("--sweep", action="store_true", help="over copying CTAs and windows of row tiles")
+    parser.add_argument(
+        "--clusters", type=lambda text: [int(part) for part in text.split(",")], default=[], metavar="1,2",
+        help="every tile in clusters of so many CTAs, side by side; builds the variants that only this compares",
+    )  # fmt: skip
     parser.add_argument("--json", help="also write the lines there")
     options = parser.parse_args()
     unknown = [name for name in options.rows if name not in ROWS]
     if unknown:
         parser.error(f"unknown row {unknown[0]!r}: choose from {', '.join(ROWS)}")
+    try:
+        rows = {name: row_of(name, options.clusters) for name in options.rows}
+    except ValueError as error:
+        parser.error(str(error))
     device = torch.device("cuda", torch.cuda.current_device())
     check_device(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, all buffers local; 2LMNK, 10 + 50, median")
-    for variant in dict.fromkeys(v for name in options.rows for v in ROWS[name].variants):
+    for variant in dict.fromkeys(v for row in rows.values() for v in row.variants):
         print(variant, asdict(shape_of(variant)))
     ws = Workspace(None, device, 1024)
-    lines = [line for name in options.rows for line in run_row(name, ws, options.sweep)]
+    lines = [line for name in options.rows for line in run_row(name, ws, options.sweep, options.clusters)]
     if options.json:
         with open(options.json, "w") as file:
             json.dump(lines, file, indent=1)

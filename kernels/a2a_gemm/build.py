@@ -2,7 +2,8 @@
 
     python -m hf_cp.kernels.a2a_gemm.build [VARIANT ...]
 
-builds ahead of time; otherwise the first use builds what it needs. The libraries have a C interface and do not depend
+builds ahead of time: those named, or all but those that only the bench compares. Otherwise the first use builds what it
+needs. The libraries have a C interface and do not depend
 on torch, so those built on one machine can be used on another: set `HF_CP_CACHE` to where they are.
 
 | environment | meaning |
@@ -31,10 +32,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-OLDEST_NVCC = (12, 4)
+OLDEST_NVCC = (12, 5)
 INSTALL_CUTLASS = 'pip install "hf_cp[fused]", or set HF_CP_CUTLASS to the folder that holds cutlass/cutlass.h'
 
 # Source and macros of each library. A tile is 128 rows high; stages fill the shared memory that a block can have.
+# Those named after a cluster are the same tiles with clusters of another size, for `bench --clusters` alone.
 VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
     name: (
         "variant.cu",
@@ -54,14 +56,35 @@ VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
         ("bf16_batched", 0, 1, 128, 1, 6),
         ("fp8", 1, 0, 256, 2, 4),
         ("fp8_wide", 1, 0, 320, 2, 3),
+        ("bf16_cluster_1", 0, 0, 256, 1, 4),
+        ("bf16_wide_cluster_1", 0, 0, 320, 1, 3),
+        ("bf16_narrow_cluster_1", 0, 0, 160, 1, 5),
+        ("bf16_batched_cluster_2", 0, 1, 128, 2, 6),
+        ("fp8_cluster_1", 1, 0, 256, 1, 4),
+        ("fp8_wide_cluster_1", 1, 0, 320, 1, 3),
     ]
 }
 VARIANTS["ranks"] = ("ranks.cu", {})
+USED = tuple(name for name in VARIANTS if "_cluster_" not in name)
 
 FLAGS = (
     *("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-DNDEBUG"),
     *("-Xcompiler", "-fPIC", "-shared"),
 )
+
+
+def with_clusters(variant: str, ctas: int) -> str:
+    """The variant of the same tile with clusters of so many CTAs.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if VARIANTS[variant][1]["HF_CP_CLUSTER"] == ctas:
+        return variant
+    found = f"{variant}_cluster_{ctas}"
+    if found not in VARIANTS:
+        raise ValueError(f"variant {variant} has no clusters of {ctas} CTAs: choose 1 or 2")
+    return found
 
 
 class BuildError(RuntimeError):
@@ -166,7 +189,7 @@ def build(variant: str) -> Path:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             output = Path(folder) / path.name
             arguments = command(variant, output)
-            print(f"hf_cp: building {variant} for sm_90a, about a minute, into {path}", file=sys.stderr, flush=True)
+            print(f"hf_cp: building {variant} for sm_90a, up to a minute, into {path}", file=sys.stderr, flush=True)
             start = time.monotonic()
             done = subprocess.run(arguments, capture_output=True, text=True)
             if done.returncode != 0:
@@ -205,7 +228,7 @@ def load(variant: str) -> ctypes.CDLL:
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(VARIANTS)
+    names = sys.argv[1:] or USED
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
         sys.exit(f"unknown variant {unknown[0]!r}: choose from {', '.join(VARIANTS)}")

@@ -41,6 +41,7 @@ struct Variant {
   static constexpr cute::GMMA::Major kMajorB = kMajorB_;
   static constexpr bool kRowsAreK = kMajorB == cute::GMMA::Major::MN;
   static constexpr int kCluster = kCluster_, kStages = kStages_;
+  static constexpr int kShareN = kTileN / kCluster, kLoadColumns = columns_of_a_load(kShareN, kRowsAreK);
 
   // Columns of the product that are stored at a time, as wide as the copy engine's swizzle: 128 or 64 bytes.
   static constexpr int kBoxColumns = kTileN % 64 == 0 ? 64 : 32, kBoxBytes = 64 * kBoxColumns * 2, kStoreBoxes = 2;
@@ -52,7 +53,9 @@ struct Variant {
   static constexpr int kBarriers = 2 * kStages + 2 * kMaxChunkSlots;
   static constexpr int kSharedBytes = 1024 + kRingBytes + kStoreBytes + kBarriers * 8;
   static_assert(kTileN % kBoxColumns == 0, "a tile is stored in whole boxes");
-  static_assert(kTileN / kCluster % (kRowsAreK ? 64 : 8) == 0, "a CTA's share of the second operand is whole boxes");
+  static_assert(
+      kShareN % kLoadColumns == 0 && kLoadColumns % 8 == 0, "a CTA's share of the second operand is whole boxes");
+  static_assert(kLoadColumns <= 256, "more rows than the copy engine takes in a box");
   static_assert(kSharedBytes <= 232448, "more shared memory than a Hopper SM gives a block");
 
   using Atom = decltype(choose_atom<Element, kTileN, kTileK, kMajorB>());
@@ -156,7 +159,6 @@ __device__ __forceinline__ void load_tiles(
   char* const shared_a = ring;
   char* const shared_b = ring + V::kStages * V::kBytesA;
   constexpr uint16_t kEveryone = (1 << V::kCluster) - 1;
-  constexpr int kShareN = V::kTileN / V::kCluster;
   int stage = 0;
   uint32_t phase = 0;
   Copied copied(p, epoch);
@@ -165,7 +167,7 @@ __device__ __forceinline__ void load_tiles(
     Tile const tile = tile_at(o, pair, rank);
     int const section = section_of(p, tile.column_tile);
     CUtensorMap const* const map_b = p.b + section;
-    int const column = first_column<V>(p, section, tile.column_tile) + rank * kShareN;
+    int const column = first_column<V>(p, section, tile.column_tile) + rank * V::kShareN;
     int const batch_b = tile.batch / p.b_batch_divisor;
     if (p.test_mode & 2) delay_at_random(epoch, pair);
     Steps steps = first_step(o);
@@ -185,11 +187,12 @@ __device__ __forceinline__ void load_tiles(
         tensor_load(
             shared_a + stage * V::kBytesA, is_own ? &p.own : &p.a, full + stage, is_own ? k - p.own_begin : k,
             tile.row_tile * V::kTileM, tile.batch);
-        char* const target = shared_b + stage * V::kBytesB + rank * kShareN * 128;
+        char* const target = shared_b + stage * V::kBytesB + rank * V::kShareN * 128;
 #pragma unroll
-        for (int box = 0; box < (V::kRowsAreK ? kShareN / 64 : 1); ++box) {
-          char* const box_target = target + box * 64 * 128;
-          int const x = V::kRowsAreK ? column + box * 64 : k, y = V::kRowsAreK ? k : column;
+        for (int box = 0; box < V::kShareN / V::kLoadColumns; ++box) {
+          char* const box_target = target + box * V::kLoadColumns * 128;
+          int const from = column + box * V::kLoadColumns;
+          int const x = V::kRowsAreK ? from : k, y = V::kRowsAreK ? k : from;
           if constexpr (V::kCluster == 1) {
             tensor_load(box_target, map_b, full + stage, x, y, batch_b);
           } else {

@@ -82,7 +82,7 @@ struct Plan {
     int column = 0, segment = 0, tiles_n = 0;
     for (int i = 0; i < spec.sections; ++i) {
       int const columns = V::kRowsAreK ? spec.b[i].columns : spec.b[i].rows;
-      int const box_rows = V::kRowsAreK ? V::kTileK : V::kTileN / V::kCluster;
+      int const box_rows = V::kRowsAreK ? V::kTileK : V::kLoadColumns;
       if (encode(p.b + i, spec.b[i], kType, 1, V::kRowsAreK ? 64 : V::kTileK, box_rows, kSwizzled, "b", i, message)) {
         return 1;
       }

@@ -28,6 +28,13 @@ struct Order {
   int32_t k_tiles, first_k_tile, tile_k;
 };
 
+// Columns of the second operand that one load brings, of the `share` of a tile's that a CTA loads. With K as rows a box
+// is as wide as the swizzle; otherwise columns are a box's rows, of which the copy engine takes 256 at most.
+HF_CP_ANYWHERE constexpr int columns_of_a_load(int share, bool rows_are_k) {
+  if (rows_are_k) return 64;
+  return share > 256 ? share / 2 : share;
+}
+
 HF_CP_ANYWHERE int least(int a, int b) { return a < b ? a : b; }
 
 HF_CP_ANYWHERE int pairs_m(Order const& o) { return (o.tiles_m + o.cluster - 1) / o.cluster; }

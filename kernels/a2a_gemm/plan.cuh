@@ -47,7 +47,7 @@ struct Spec {
   int32_t sections, segment_count, block_count, group_count, b_batch_divisor;
   // The block that lies on this device, which products read where it is, or -1.
   int32_t own_block;
-  // Group and K tile that the copies and the products start with.
+  // The group that the copies and the products start with.
   int32_t first_group;
   // Row tiles of a window, in clusters; copying CTAs, all CTAs; row-tile-by-column-tile pairs left to the copying CTAs.
   int32_t window, copy_ctas, ctas, tail_pairs;
