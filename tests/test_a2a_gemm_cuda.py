@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from a2a_gemm_ranks import check_replays
 from torch import Tensor
 
-from hf_cp.kernels.a2a_gemm import a2a_gemm, gemm_a2a
+from hf_cp.kernels.a2a_gemm import TorchBackend, a2a_gemm, build, gemm_a2a
 from hf_cp.kernels.a2a_gemm.fused import FusedBackend
 from hf_cp.kernels.a2a_gemm.plan import Block, Matrix, Segment, Tuning, make_plan, stream_of
 from hf_cp.kernels.a2a_gemm.routes import heads_per_rank
@@ -306,9 +307,14 @@ def poisoned_epochs(
 @pytest.mark.parametrize("test_mode", [0, 2])
 @pytest.mark.parametrize(
     ("variant", "width", "own"),
-    [("bf16", 520, False), ("bf16", 512, True), ("bf16_wide", 512, True), ("bf16_narrow", 512, True)],
+    [
+        *[("bf16", 520, False), ("bf16", 512, True), ("bf16_wide", 512, True), ("bf16_narrow", 512, True)],
+        *[(f"bf16{tile}_cluster_1", width, width == 512) for tile in ("", "_wide", "_narrow") for width in (512, 520)],
+    ],
 )
 def test_poisoned_memory_is_never_read(test_mode: int, variant: str, width: int, own: bool) -> None:
+    if variant not in build.USED and not build.library_path(variant).exists():
+        pytest.skip(f"only the bench uses {variant}: python -m hf_cp.kernels.a2a_gemm.build {variant}")
     assert poisoned_epochs(100, test_mode, variant=variant, width=width, own=own) == []
 
 
@@ -353,6 +359,35 @@ def test_graph_replays_count_epochs() -> None:
     assert workspace.epoch == 6
 
 
+def test_captured_operators_replay_forward_and_backward() -> None:
+    """One rank alone; several, each a process: see below."""
+    workspace = Workspace(None, torch.device("cuda", torch.cuda.current_device()), 1 << 22, timeout_s=5.0)
+    backend = FusedBackend(workspace)
+    check_replays(backend, TorchBackend(None), 0)
+    with pytest.raises(RuntimeError, match=r"pull_buffer cannot be used .* nor after one has captured calls"):
+        backend.pull_buffer(1, 128, 2, 64)
+
+
+def test_what_has_not_run_yet_cannot_be_captured() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    workspace = Workspace(None, device, 1 << 20)
+    backend, x, matrix = FusedBackend(workspace), draw(1, 128, 2, 64), draw(128, 128).t()
+    with (
+        pytest.raises(RuntimeError, match=r"first call of a workspace cannot be captured .*: run the same call once"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        backend.a2a_gemm([x], [matrix], [2], "to_sequence")
+    with (
+        pytest.raises(RuntimeError, match="a workspace of capacity=1048576 cannot be made while"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        Workspace(None, device, 1 << 20)
+    # Nothing was enqueued, and the workspace serves as before.
+    assert workspace.epoch == 0
+    y, _ = backend.a2a_gemm([x], [matrix], [2], "to_sequence")
+    assert error(y, x.flatten(2).float() @ matrix.float()) < LIMIT
+
+
 def test_a_grid_that_does_not_fit_is_refused() -> None:
     x, b, d = draw(256, 256), draw(256, 256), draw(256, 256)
     with pytest.raises(ValueError, match=r"ctas=4096 cannot be resident together: this device takes \d+ clusters"):
@@ -370,17 +405,24 @@ def test_a_rank_that_never_arrives_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "size"), [("a2a_gemm_ranks.py", 2), ("a2a_gemm_ranks.py", 8), ("fused_model_ranks.py", 2)]
+    ("script", "how", "size"),
+    [
+        *[("a2a_gemm_ranks.py", "ipc", 2), ("a2a_gemm_ranks.py", "ipc", 8), ("a2a_gemm_ranks.py", "ipc graph", 2)],
+        ("fused_model_ranks.py", "ipc", 2),
+    ],
 )
-def test_processes_share_memory_through_ipc(script: str, size: int) -> None:
-    """Operators, and a whole model. One GPU runs the processes in turns; on several this crosses links."""
-    run_ranks(script, "ipc", size)
+def test_processes_share_memory_through_ipc(script: str, how: str, size: int) -> None:
+    """Operators, replays, and a whole model. One GPU runs the processes in turns; on several this crosses links."""
+    run_ranks(script, how, size)
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     ("script", "how"),
-    [("a2a_gemm_ranks.py", "symmetric"), ("fused_model_ranks.py", "symmetric"), ("fused_model_ranks.py", "fsdp")],
+    [
+        *[("a2a_gemm_ranks.py", "symmetric"), ("a2a_gemm_ranks.py", "symmetric graph")],
+        *[("fused_model_ranks.py", "symmetric"), ("fused_model_ranks.py", "fsdp")],
+    ],
 )
 def test_two_gpus_share_symmetric_memory(script: str, how: str) -> None:
     run_ranks(script, how)
@@ -391,7 +433,7 @@ def run_ranks(script: str, how: str, size: int = 2) -> None:
     meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, Path(__file__).with_name(script), how],
+            [sys.executable, Path(__file__).with_name(script), *how.split()],
             env={**os.environ, **meeting, "RANK": str(r)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_cp.kernels.a2a_gemm.fused import pull_blocks, pull_offsets, push_segments
+from hf_cp.kernels.a2a_gemm.fused import check_parts, pull_blocks, pull_offsets, push_segments
 from hf_cp.kernels.a2a_gemm.plan import Matrix, Plan, PlanCache
 from hf_cp.kernels.a2a_gemm.routes import heads_per_rank
 
@@ -115,6 +115,15 @@ def test_segments_scatter_products_to_their_owners(W: int, route: str) -> None:
             results = halves.buffers[rank].split(sizes)
             for i, result in enumerate(results):
                 assert torch.equal(result.view(BF16).view(want[i][rank].shape), want[i][rank]), (rank, i)
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "element_bytes"), [(4, 4, 2), (1, 12, 2), (4, 8, 1), (8, 3, 2)])
+def test_parts_that_some_ranks_cannot_address_are_refused_on_all(heads: int, head_dim: int, element_bytes: int) -> None:
+    """Rank 0's part starts where the operand does, so the copy engine's own refusal would come on the others alone."""
+    with pytest.raises(ValueError, match=rf"make the head dim a multiple of {16 // element_bytes}") as caught:
+        check_parts(heads, head_dim, 4, element_bytes)
+    assert "\n" not in str(caught.value)
+    check_parts(heads, 16, 4, element_bytes)
 
 
 def test_a_launch_is_described_once_and_the_oldest_forgotten() -> None:

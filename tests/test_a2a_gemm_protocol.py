@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_cp.kernels.a2a_gemm import plan
+from hf_cp.kernels.a2a_gemm import build, plan
 
 KERNELS = Path(plan.__file__).resolve().parent
 SHIM = """
@@ -25,6 +25,7 @@ extern "C" int order_bytes() { return sizeof(Order); }
 extern "C" int order_item(Order const* o, int index, Item* item) { return item_at(*o, index, *item); }
 extern "C" void order_tile(Order const* o, int pair, int rank, Tile* tile) { *tile = tile_at(*o, pair, rank); }
 extern "C" void order_walk(Order const* o, int cta, Walk* walk) { *walk = walk_of(*o, cta); }
+extern "C" int order_columns_of_a_load(int share, int rows_are_k) { return columns_of_a_load(share, rows_are_k); }
 // For every step: the K tile, then how many groups it waits for, then those.
 extern "C" int order_steps(Order const* o, int* out) {
   int* const begin = out;
@@ -173,6 +174,21 @@ def test_first_steps_need_the_first_group_alone(library: ctypes.CDLL) -> None:
         order = Order(library, Case(2, 1, 1, 1, 1, 1, 3, 0, cuts, first_group))
         assert order.items[0][2] == first_group
         assert order.steps[0][1] == (first_group,)
+
+
+def test_every_tile_s_second_operand_is_loaded_in_boxes_the_copy_engine_takes(library: ctypes.CDLL) -> None:
+    """A CTA's share of a tile, for every variant: whole boxes of at most 256 rows, that keep the swizzle's 8 rows."""
+    shares = set()
+    for name in build.VARIANTS:
+        macros = build.VARIANTS[name][1]
+        if macros:
+            share = macros["HF_CP_TILE_N"] // macros["HF_CP_CLUSTER"]
+            columns = library.order_columns_of_a_load(share, macros["HF_CP_ROWS_ARE_K"])
+            assert share % columns == 0, name
+            assert columns % 8 == 0, name
+            assert columns <= 256, name
+            shares.add(share)
+    assert max(shares) > 256  # more than one box
 
 
 def test_groups_lie_within_one_source_and_fit_a_warp() -> None:
@@ -325,30 +341,52 @@ def test_without_the_wait_some_interleaving_reads_too_early(library: ctypes.CDLL
 # Two ranks, their halves and meetings. A pull: write the own half, meet, read every rank's. A push: write into every
 # rank's half, meet, read the own. Reads take two steps, so that a write between them shows.
 
-# How far each rank is, the last epoch that each has signalled, and [rank][half] -> epoch written by rank 0, by rank 1.
+# A replayed CUDA graph finds the half that its call was captured with, and the host, which turns to the other half with
+# every call of its own, does not know of it.
+
+# How far each rank is, the last meeting that each has signalled, and [rank][half] -> epoch written by each rank.
 State = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[tuple[int, ...], ...], ...]]
 
 
-def rank_program(kinds: Sequence[str], rank: int, halves: int, meet: bool) -> list[tuple[str, int, int, int]]:
-    """Steps `(what, epoch, half, other rank)`."""
+def rank_program(
+    kinds: Sequence[str], rank: int, halves: int, meet: bool, captured_half: int, eager_begin_too: bool
+) -> list[tuple[str, int, int, int]]:
+    """Steps `(what, epoch, half, other rank)`; for meetings, their number in the place of the epoch.
+
+    Kinds that start with "replayed" come from a graph that was captured before the first of them.
+    """
     steps: list[tuple[str, int, int, int]] = []
+    meetings = eager = 0
+    captured = False
+
+    def meeting() -> list[tuple[str, int, int, int]]:
+        nonlocal meetings
+        meetings += 1
+        return [("signal", meetings, 0, 0), ("wait", meetings, 0, 0)] if meet else []
+
     for epoch, kind in enumerate(kinds, 1):
-        half = epoch % halves
-        meeting = [("signal", epoch, half, 0), ("wait", epoch, half, 0)] if meet else []
-        if kind == "pull":
+        replayed = kind.startswith("replayed")
+        captured = captured or replayed
+        half = captured_half if replayed else eager % halves
+        eager += not replayed
+        if replayed or (captured and eager_begin_too):
+            steps += meeting()
+        if kind.endswith("pull"):
             steps.append(("write own", epoch, half, rank))
-            steps += meeting
+            steps += meeting()
             steps += [(what, epoch, half, peer) for peer in (0, 1) for what in ("read", "read")]
         else:
             steps += [("push", epoch, half, peer) for peer in (0, 1)]
-            steps += meeting
+            steps += meeting()
             steps += [("read pushed", epoch, half, rank)] * 2
     return steps
 
 
-def explore_ranks(kinds: Sequence[str], halves: int = 2, meet: bool = True) -> set[str]:
+def explore_ranks(
+    kinds: Sequence[str], halves: int = 2, meet: bool = True, captured_half: int = 0, eager_begin_too: bool = True
+) -> set[str]:
     """Every interleaving of two ranks that run the same operators; what went wrong."""
-    steps = [rank_program(kinds, rank, halves, meet) for rank in (0, 1)]
+    steps = [rank_program(kinds, rank, halves, meet, captured_half, eager_begin_too) for rank in (0, 1)]
     start: State = ((0, 0), (0, 0), (((0, 0),) * halves,) * 2)
     pending: list[State] = [start]
     seen: set[State] = {start}
@@ -397,3 +435,17 @@ def test_two_halves_and_one_meeting_an_epoch_are_enough() -> None:
 def test_one_half_or_no_meeting_is_not() -> None:
     assert any(explore_ranks(kinds, halves=1) for kinds in SEQUENCES)
     assert all(explore_ranks(kinds, meet=False) for kinds in SEQUENCES)
+
+
+REPLAYS = list(itertools.product(["pull", "push", "replayed pull", "replayed push"], repeat=4))
+
+
+def test_replays_and_calls_may_follow_each_other() -> None:
+    for kinds, captured_half in itertools.product(REPLAYS, [0, 1]):
+        assert not explore_ranks(kinds, captured_half=captured_half), (kinds, captured_half)
+
+
+def test_a_call_after_a_replay_has_to_begin_with_a_meeting() -> None:
+    """A pull or a push into the half that another rank's replay still reads."""
+    for kinds in [("replayed pull", "pull"), ("replayed push", "push"), ("push", "pull", "replayed push", "push")]:
+        assert explore_ranks(kinds, eager_begin_too=False), kinds

@@ -47,11 +47,17 @@ class FusedBackend:
     def pull_buffer(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Where the next `a2a_gemm` of one tensor takes it from: one that is written here need not be copied.
 
-        Valid until that call; no other operator may be called on the workspace in between, and neither may be captured
-        in a CUDA graph.
+        Valid until that call; no other operator may be called on the workspace in between.
+
+        Raises:
+            RuntimeError: in a CUDA graph, or on a workspace whose calls have been captured in one: what is written here
+                would come before the meeting that such a call begins with.
         """
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("pull_buffer cannot be captured in a CUDA graph: pass a2a_gemm an operand of your own")
+        if torch.cuda.is_current_stream_capturing() or self.workspace.captured:
+            raise RuntimeError(
+                "pull_buffer cannot be used in a CUDA graph, nor after one has captured calls on the workspace: pass "
+                "a2a_gemm an operand of your own"
+            )
         local, _ = self.workspace.peek_half(math.prod(shape) * dtype.itemsize)
         return local.view(dtype).view(shape)
 
@@ -90,6 +96,8 @@ class FusedBackend:
     ) -> tuple[Tensor, Tensor]:
         """Pull what other ranks hold while the product of what is there runs. One scale for all matrices."""
         addresses_of_scales = self._check([*tensors, *matrices], scales)
+        for x, count in zip(tensors, heads, strict=True):
+            check_parts(count, x.shape[3], self.world_size, x.element_size())
         W, r, ws = self.world_size, self.workspace.rank, self.workspace
         B, tokens = tensors[0].shape[:2]
         offsets = pull_offsets(tensors)
@@ -153,6 +161,8 @@ class FusedBackend:
     ) -> list[Tensor]:
         """Store every tile of the product where it belongs, at whichever rank that is."""
         addresses_of_scales = self._check([x, *matrices], scales)
+        for count in heads:
+            check_parts(count, head_dim, self.world_size, 2)
         W, r, ws = self.world_size, self.workspace.rank, self.workspace
         B, tokens = x.shape[:2]
         received = tokens * W if route == "to_heads" else tokens // W
@@ -195,6 +205,7 @@ class FusedBackend:
     def batched_pv_a2a(self, p: Tensor, v: Tensor) -> Tensor:
         """One launch an entry of the batch, one meeting for all."""
         self._check([p, v], None)
+        check_parts(p.shape[1] * self.world_size, v.shape[3], self.world_size, 2)
         W, r, ws = self.world_size, self.workspace.rank, self.workspace
         B, h, S, _ = p.shape
         D, rows = v.shape[3], S // self.world_size
@@ -223,6 +234,16 @@ class FusedBackend:
             self.plans.get(key, make).run(stream_of(ws.device))
         ws.meet()
         return local.view(p.dtype).view(B, rows, W * h, D).clone()
+
+
+def check_parts(heads: int, head_dim: int, world_size: int, element_bytes: int) -> None:
+    """Raise ValueError unless the copy engine can address every rank's part of an operand: on all ranks or none."""
+    here = heads_per_rank(heads, world_size)
+    if here * head_dim * element_bytes % 16:
+        raise ValueError(
+            f"a rank's part of an operand, {here} heads of {head_dim} numbers of {element_bytes} bytes, must be a "
+            f"multiple of 16 bytes: make the head dim a multiple of {16 // element_bytes}"
+        )
 
 
 def pull_offsets(tensors: Sequence[Tensor]) -> list[int]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -177,6 +176,9 @@ class Tuning:
 
 CHOOSE = Tuning()
 
+# Variants that this process has described a launch of, and so has loaded onto the device.
+_described: set[str] = set()
+
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
@@ -199,9 +201,11 @@ def library(variant: str) -> ctypes.CDLL:
 
 def use_device(device: int) -> None:
     """Make a device's context current in this thread, which launches need: threads of autograd may have none."""
-    code = build.load("ranks").hf_cp_use_device(device)
+    loaded = build.load("ranks")
+    code = loaded.hf_cp_use_device(device)
     if code:
-        raise RuntimeError(f"device {device} could not be made current (CUDA error {code})")
+        loaded.hf_cp_error.restype = ctypes.c_char_p
+        raise RuntimeError(f"device {device} could not be made current: {loaded.hf_cp_error(code).decode()}")
 
 
 def shape_of(variant: str) -> Shape:
@@ -297,11 +301,10 @@ def schedule(
 
 @dataclass
 class Plan:
-    """One launch, described once and run many times. Holds what it points to."""
+    """One launch, described once and run many times. The memory that it was described with has to outlive its runs."""
 
     library: ctypes.CDLL
     handle: ctypes.c_void_p
-    keep: tuple[Any, ...] = field(default=(), repr=False)
 
     def run(self, stream: int) -> None:
         """Enqueue on a CUDA stream.
@@ -375,7 +378,6 @@ def make_plan(
     sm_count: int = 132,
     device: int | None = None,
     test_mode: int = 0,
-    keep: tuple[Any, ...] = (),
 ) -> Plan:
     """Describe a launch.
 
@@ -392,11 +394,16 @@ def make_plan(
             steps of all rows, and so start before anything has been copied.
         scales: addresses of fp32 scalars multiplied into the product, one for `a` and one for each of `b`, or 0.
         device: index of the GPU; the current one if None.
-        keep: what must live as long as the plan.
 
     Raises:
         ValueError: more parts than a launch takes, or what the library says about the sizes.
+        RuntimeError: the variant's first launch, while a CUDA graph is captured.
     """
+    if torch.cuda.is_current_stream_capturing() and variant not in _described:
+        raise RuntimeError(
+            f"the first launch of {variant} cannot be captured in a CUDA graph, which does not let it be loaded: run "
+            f"the same call once before"
+        )
     if not 0 < len(b) <= MAX_SECTIONS or len(segments) > MAX_SEGMENTS or len(blocks) > MAX_BLOCKS:
         raise ValueError(
             f"{len(b)} operands, {len(segments)} segments and {len(blocks)} blocks must be at most {MAX_SECTIONS}, "
@@ -446,7 +453,8 @@ def make_plan(
     message = ctypes.create_string_buffer(512)
     if loaded.hf_cp_create(ctypes.byref(spec), ctypes.byref(handle), message, len(message)):
         raise ValueError(f"{variant}: {message.value.decode()}")
-    return Plan(loaded, handle, keep)
+    _described.add(variant)
+    return Plan(loaded, handle)
 
 
 def choose_variant(

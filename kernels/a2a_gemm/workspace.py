@@ -5,8 +5,9 @@ other ranks' operands are pulled, after it where products were pushed. Buffers a
 why one meeting is enough: what was read or written of a half in epoch e happened before the meeting of e + 1, and the
 half is touched again in e + 2.
 
-No flag is ever reset. An epoch lives in device memory and counts up, so that a replayed CUDA graph counts as well. A
-captured call always finds the same half, so it begins with a meeting of its own.
+No flag is ever reset. An epoch lives in device memory and counts up, so that a replayed CUDA graph counts as well.
+Replays do not turn to the other half, and the host does not know when they run: from the first captured call on, every
+call, captured or not, begins with a meeting of its own.
 """
 
 from __future__ import annotations
@@ -132,6 +133,10 @@ def alone(nbytes: int, device: torch.device, group: dist.ProcessGroup | None) ->
 class Workspace:
     """Made once for a group, not per call. Collective, but for one rank alone.
 
+    Its calls run one after another: on one stream, or on streams that wait for each other. A CUDA graph that captured
+    calls needs the workspace as long as it is replayed, is replayed by all ranks alike, and does not raise by itself
+    where a rank was missing: `check` does.
+
     Args:
         group: the ranks, at most 8 of one host; None for one rank alone.
         device: this rank's GPU.
@@ -143,6 +148,7 @@ class Workspace:
     Raises:
         BuildError: the device cannot run the kernels, or they cannot be built.
         ValueError: more ranks than a launch takes.
+        RuntimeError: made while a CUDA graph is captured.
     """
 
     def __init__(
@@ -156,6 +162,11 @@ class Workspace:
         flag_count: int = 1 << 16,
     ) -> None:
         build.check_device(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a workspace of capacity={capacity} cannot be made while a CUDA graph is captured: run the same "
+                f"sizes once before"
+            )
         world_size = 1 if group is None else dist.get_world_size(group)
         if world_size > MAX_RANKS:
             raise ValueError(
@@ -204,6 +215,7 @@ class Workspace:
         self.sm_count = torch.cuda.get_device_properties(device).multi_processor_count
         self._memory = memory
         self._half = 0
+        self._has_met = self.captured = False
         self._meet = build.load("ranks")
         assert self._meet.hf_cp_meeting_bytes() == ctypes.sizeof(Meeting), "workspace.py and ranks.cu disagree"
         self._meet.hf_cp_meet.argtypes = [ctypes.POINTER(Meeting), ctypes.c_void_p]
@@ -244,11 +256,21 @@ class Workspace:
         return self._memory.local[start : start + nbytes], [address + start for address in self._memory.addresses]
 
     def next_half(self, nbytes: int) -> tuple[Tensor, list[int]]:
-        """As `peek_half`, for the call that uses it."""
-        if torch.cuda.is_current_stream_capturing():
-            # Replays do not turn to the other half, so everyone has to be done with this one first.
-            self.meet()
+        """As `peek_half`, for the call that uses it.
+
+        Raises:
+            RuntimeError: the workspace's first call, while a CUDA graph is captured: its kernels are not loaded yet.
+        """
         half = self.peek_half(nbytes)
+        if torch.cuda.is_current_stream_capturing():
+            if not self._has_met:
+                raise RuntimeError(
+                    "the first call of a workspace cannot be captured in a CUDA graph: run the same call once before"
+                )
+            self.captured = True
+        if self.captured:
+            # A replay, which the host does not see, may have used this half last: everyone has to be done with it.
+            self.meet()
         self._half ^= 1
         return half
 
@@ -258,6 +280,7 @@ class Workspace:
         code = self._meet.hf_cp_meet(ctypes.byref(self._meeting), ctypes.c_void_p(stream_of(self.device)))
         if code:
             raise RuntimeError(f"the meeting of the ranks could not be launched (CUDA error {code})")
+        self._has_met = True
 
     def check(self) -> None:
         """Raise if a kernel that has run gave up waiting; does not wait for those that have not.
