@@ -201,6 +201,15 @@ def test_launches_are_reused_and_operands_taken_where_they_lie(ranks: Ranks) -> 
     assert counts[-1] < len(counts), counts
 
 
+def test_what_would_be_read_or_exchanged_wrongly_is_refused() -> None:
+    backend = Ranks(2).backends[0]
+    view = backend.pull_buffer(1, 2, 64, 64).transpose(1, 2)
+    with pytest.raises(ValueError, match="lies in the workspace's buffer: it must be contiguous"):
+        backend.a2a_gemm([view], [draw(200, 2 * 2 * 64).t()], [4], "to_sequence")
+    with pytest.raises(RuntimeError, match="the 2 ranks of one process have no group to exchange through"):
+        backend.exchange([view], [4], "to_sequence")
+
+
 @pytest.mark.parametrize(("Sl", "h", "D"), [(100, 3, 80), (64, 2, 128)])
 def test_fp8(ranks: Ranks, Sl: int, h: int, D: int) -> None:
     """Against the same numbers in fp32: products of e4m3 numbers are exact there, the tensor cores' sums nearly so."""

@@ -18,6 +18,8 @@ from ..mesh import CpMesh
 
 # Bytes that a workspace's size is rounded up to, so that a few tokens more do not need another.
 _GRAIN = 32 << 20
+# How long a kernel waits for another rank, which may be writing a checkpoint: as long as NCCL's messages.
+_TIMEOUT_S = 600.0
 
 # A mesh is shared by a model's copies; graphs that are still alive keep the backend that they were recorded with.
 _backends: weakref.WeakKeyDictionary[CpMesh, Backend] = weakref.WeakKeyDictionary()
@@ -51,7 +53,8 @@ def backend_of(mesh: CpMesh, device: torch.device, nbytes: int, flag_count: int)
         raise ValueError(f'projection_backend="fused" needs a GPU, the model is on {device}: move it, or use "torch"')
     # All ranks have met when a workspace has been made. Until then others may read the one before, whose graphs may be
     # gone here.
-    made = FusedBackend(Workspace(mesh.group, device, -(-nbytes // _GRAIN) * _GRAIN, flag_count=flag_count))
+    capacity = -(-nbytes // _GRAIN) * _GRAIN
+    made = FusedBackend(Workspace(mesh.group, device, capacity, timeout_s=_TIMEOUT_S, flag_count=flag_count))
     if backend is not None:
         _retired[mesh] = backend
     _backends[mesh] = made

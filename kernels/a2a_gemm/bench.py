@@ -216,7 +216,7 @@ def batched_case(row: Row, ws: Workspace) -> Case:
     values = v.transpose(0, 1)
     rows = row.M // row.W
     outputs = [torch.empty(rows, row.L, row.N, device="cuda", dtype=BF16) for _ in range(row.W)]
-    want = torch.bmm(p, values).float()
+    want = torch.bmm(p.float(), values.float())
     segments = [Segment(Matrix.of(o.transpose(0, 1)), 0, rank * rows) for rank, o in enumerate(outputs)]
     whole = torch.empty(row.L, row.M, row.N, device="cuda", dtype=BF16)
 

@@ -62,7 +62,13 @@ class FusedBackend:
         return local.view(dtype).view(shape)
 
     def exchange(self, tensors: Sequence[Tensor], heads: Sequence[int], route: Route) -> list[Tensor]:
-        """Without a product there is nothing to hide the exchange behind: one all-to-all."""
+        """Without a product there is nothing to hide the exchange behind: one all-to-all.
+
+        Raises:
+            RuntimeError: ranks that live in one process, which have no group.
+        """
+        if self._torch.world_size != self.world_size:
+            raise RuntimeError(f"the {self.world_size} ranks of one process have no group to exchange through")
         return self._torch.exchange(tensors, heads, route)
 
     def _check(self, tensors: Sequence[Tensor], scales: Scales | None) -> tuple[int, list[int]]:
@@ -106,6 +112,11 @@ class FusedBackend:
             here = local[offset : offset + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
             if here.data_ptr() != x.data_ptr():
                 here.copy_(x)
+            elif not x.is_contiguous():
+                raise ValueError(
+                    f"operand of shape {tuple(x.shape)}, strides {x.stride()} lies in the workspace's buffer: it must "
+                    f"be contiguous, as pull_buffer gives it"
+                )
         if route == "to_sequence":
             matrices = [
                 m
