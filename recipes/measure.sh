@@ -57,6 +57,7 @@ phases() {
 
     # kernels/a2a_gemm/README.md
     phase fused             1 400 $fused.bench --sweep --json FOLDER/fused.json
+    phase fused_clusters    1 300 $fused.bench --clusters 1,2 --json FOLDER/fused_clusters.json
     for gpus in 2 4 8; do
         phase "fused_$gpus"      $gpus 200 $run $gpus $fused.bench_ranks --copies 0 4 8 16 24 --json FOLDER/fused_$gpus.json
     done

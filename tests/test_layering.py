@@ -45,6 +45,7 @@ LIBRARIES = {
     "matplotlib": ((), ("hf_cp.report",)),
     "tokenizers": ((), ("hf_cp.bench_trajectory",)),
     "liger_kernel": ((), ("hf_cp.bench_step",)),
+    "peft": ((), ("hf_cp.bench_step",)),
 }
 
 
