@@ -187,6 +187,8 @@ def _step_table(arguments: argparse.Namespace, size: int) -> Callable[[Ranks, Em
         raise ValueError("--precision fp32 is for trajectories: give mixed or bf16")
     arguments.models = arguments.models or "0.8B,4B"
     arguments.precision = arguments.precision or ("mixed" if size > 1 or arguments.lora else "bf16")
+    if arguments.compile and size > 1:
+        raise ValueError("--compile is for one device: start it without torchrun")
     if arguments.lora < 0:
         raise ValueError(f"--lora {arguments.lora}: give a positive rank, or 0 for none")
     if arguments.lora:
@@ -236,6 +238,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpointing", default="off", help="for steps: off, full or off,full")
     parser.add_argument("--precision", choices=("mixed", "bf16", "fp32"), help="of weights; fp32 for trajectories only")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="for steps: adapters beside frozen weights")
+    parser.add_argument("--compile", action="store_true", help="for steps on one device: torch.compile of the model")
     parser.add_argument("--liger", action="store_true", help="for steps: norms and MLPs on Liger's kernels")
     parser.add_argument("--out", type=Path, metavar="FOLDER")
     parser.add_argument("--profile", type=Path, metavar="FOLDER")

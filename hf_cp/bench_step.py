@@ -82,6 +82,7 @@ class Case:
         settings: further arguments of `hf_cp.patch`: modes and projections.
         liger: whether norms and MLPs run on Liger's kernels.
         lora: rank of adapters on every linear module but the head, all other weights frozen in bf16; 0 for none.
+        compiled: whether `torch.compile` gets the model.
     """
 
     name: str
@@ -94,12 +95,13 @@ class Case:
     settings: dict[str, str] = field(default_factory=dict)
     liger: bool = False
     lora: int = 0
+    compiled: bool = False
 
     @property
     def code(self) -> str:
         """What computes the layers, as a row shows it."""
-        beside = (["liger"] if self.liger else []) + ([f"lora {self.lora}"] if self.lora else [])
-        return ", ".join([self.implementation, *beside])
+        beside = {"liger": self.liger, f"lora {self.lora}": self.lora, "compiled": self.compiled}
+        return ", ".join([self.implementation, *(name for name, there in beside.items() if there)])
 
     @property
     def mode(self) -> str:
@@ -218,11 +220,14 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def prepare(model: Any, implementation: str) -> Any:
+def prepare(model: Any, implementation: str, compiled: bool = False) -> Any:
     """The model as it is, or patched for one device."""
     from .patch import patch
 
-    return model if implementation == "stock" else patch(model, gdn_backend=implementation)
+    model = model if implementation == "stock" else patch(model, gdn_backend=implementation)
+    if compiled:
+        model.compile()
+    return model
 
 
 def spread(model: Any, case: Case, ranks: Ranks) -> Any:
@@ -273,7 +278,7 @@ def errors(case: Case, ranks: Ranks, dtype: torch.dtype, expected: dict[str, tor
     if sharded:
         model = spread(model_of(case, shape, ranks.device, weights_dtype(case)), case, ranks)
     else:
-        model = prepare(model_of(case, shape, ranks.device, dtype), case.implementation)
+        model = prepare(model_of(case, shape, ranks.device, dtype), case.implementation, case.compiled)
     # Without adapters, weights of one device are rounded before.
     autocast = bool(case.lora) and not sharded and dtype == torch.bfloat16
     found = _loss_and_gradients(model, token_ids(shape, CHECKED_TOKENS, ranks.device), autocast)
@@ -326,7 +331,7 @@ def measure(case: Case, ranks: Ranks, room: float, traces: Path | None) -> dict[
     estimated = 0.0
     if case.implementation not in ("stock", "eager"):
         estimated = estimate(case.shape, case.training(ranks.size)).peak
-        if not case.liger:  # whose kernels keep less
+        if not (case.liger or case.compiled):  # which keep less
             row["estimated GiB"] = estimated / GIB
     if ranks.size > 1 and ranks.device.type == "cuda" and estimated > room:
         return row | {"note": f"not tried: more than {room / GIB:.0f} GiB by the estimate"}
@@ -346,7 +351,7 @@ def measure(case: Case, ranks: Ranks, room: float, traces: Path | None) -> dict[
 
 def _measured(case: Case, ranks: Ranks, traces: Path | None) -> dict[str, Any]:
     model = model_of(case, case.shape, ranks.device, weights_dtype(case))
-    model = spread(model, case, ranks) if ranks.size > 1 else prepare(model, case.implementation)
+    model = spread(model, case, ranks) if ranks.size > 1 else prepare(model, case.implementation, case.compiled)
     # FSDP's policy does it between ranks.
     autocast = case.precision == "mixed" and ranks.size == 1
     if case.checkpointing:
@@ -460,7 +465,8 @@ def cases(arguments: Any, variants: Sequence[tuple[str, dict[str, str]]], ranks:
         shape = SHAPES[name].with_layers(int(layers) or len(SHAPES[name].layer_types))
         if arguments.vocab:
             shape = replace(shape, vocab=arguments.vocab)
-        how: Any = (checkpointing == "full", arguments.precision, (3, 10), settings, arguments.liger, arguments.lora)
+        how: Any = (checkpointing == "full", arguments.precision, (3, 10), settings)
+        how = (*how, arguments.liger, arguments.lora, arguments.compile)
         case = Case(name, shape, implementation, 8192, *how)
         length = longest(shape, case.training(ranks), room) if tokens == "longest" else int(tokens)
         case = replace(case, tokens=length)
@@ -483,9 +489,10 @@ def check(found: Sequence[Case], ranks: Ranks, say: Callable[[str], None]) -> No
         different = {(case.implementation, case.mode): case for case in found if case.name == name}
         sample = next(iter(different.values()))
         expected = exact(sample, ranks.device, dtype)
-        stock = errors(replace(sample, implementation="stock", liger=False), ranks, dtype, expected)
-        for (implementation, mode), case in different.items():
-            if implementation == "stock" and not case.liger:
+        plain = replace(sample, implementation="stock", liger=False, compiled=False)
+        stock = errors(plain, ranks, dtype, expected)
+        for (_, mode), case in different.items():
+            if case.code == plain.code:
                 continue
             measured = errors(case, ranks, dtype, expected)
             code = f"{case.code}, {mode}" if mode else case.code

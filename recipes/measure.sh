@@ -33,6 +33,7 @@ phases() {
     phase step              1 200 $step,triton,stock --models 0.8B --tokens 8192
     phase step_32k          1 120 $step,triton --models 0.8B --tokens 32768
     phase step_liger        1 150 $step --models 0.8B --tokens 8192,32768 --liger
+    phase step_compiled     1 300 $step --models 0.8B --tokens 8192,32768 --compile
     phase step_4b           1 150 $step --models 4B --tokens 8192,32768 --checkpointing full --liger
     phase step_longest      1 300 $step --models 0.8B --tokens 262144,longest --checkpointing full --precision mixed
     phase step_lora         1 200 $step --models 0.8B,4B --tokens 8192,32768 --checkpointing off,full --lora 16

@@ -144,6 +144,21 @@ def test_steps_of_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert said in capsys.readouterr().err
 
 
+def test_steps_of_a_compiled_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is compared with fp64 and what is timed are both compiled, stock as the measure is not."""
+    # To compile takes a minute: test_patch.py does.
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda model: compiled.append(model))
+    command = [*STEP, "--checkpointing", "off", "--layer-code", "eager", "--compile", "--out", str(tmp_path)]
+    assert main(command) == 0
+    assert [len(model.model.layers) for model in compiled] == [len(bench_step.CHECKED_LAYERS), 4]
+    assert "tiny: eager, compiled is at most" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "step.json").read_text())["rows"]
+    assert [row["layer code"] for row in rows] == ["eager, compiled"]
+
+
 def test_errors_that_are_permitted() -> None:
     stock = {"loss": 1e-5, "a": 1e-2, "b": 1e-4, "c": 2e-2}
     assert bench_step.refusal(stock, stock) is None
@@ -369,6 +384,7 @@ REFUSED = [
     ([*RANKS_FULL, "--tokens", "33"], "--tokens has 33: 2 ranks need the same number of tokens each"),
     ([*RANKS_LAYER, "--projection-backend", "fused"], 'projection_backend="fused" needs an NVIDIA Hopper GPU'),
     ([*RANKS_STEP, "--local-tokens", "longest"], "--local-tokens has 'longest'"),
+    ([*RANKS_STEP, "--compile"], "--compile is for one device"),
 ]
 
 
