@@ -307,6 +307,8 @@ def interpret() -> dict[str, Any]:
 
 def check_registration() -> None:
     """What the operators say of themselves, to a compiler, is what they do."""
+    from hf_cp.kernels.gdn import segments
+
     x, weight, halo, widths = randn(1, 9, 8, seed=1), randn(8, 4, seed=2), randn(1, 3, 8, seed=3), [4, 4]
     offsets, a, heads, state = (
         torch.tensor([0, 4, 9]),
@@ -329,6 +331,15 @@ def check_registration() -> None:
     ]
     for op, arguments in calls:
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+    # In segments of one chunk, with states between them.
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("SEGMENT_STATES", 1), ("DOCUMENT_CHUNKS", 0), ("PROGRAMS", 0)):
+            patch.setattr(segments, name, value)
+        for batch, seq_len, packed in ((2, 65, None), (1, 3, torch.tensor([0, 1, 3]))):
+            q, g = randn(batch, seq_len, 1, 64, seed=7), -randn(batch, seq_len, 1, seed=8).square()
+            arguments = (q, q, q, g, -g, None, packed, 1.0, True, "triton")
+            torch.library.opcheck(ops.gdn_chunk, arguments, test_utils=("test_schema", "test_faketensor"))
+            assert ops.gdn_chunk(*arguments)[2].shape == (1, batch, 1, 64, 64)
 
 
 def prepare_short_strips() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_processes import compiled_launches, in_process, prepare_interpreter
 
 from hf_cp.kernels.gdn.backend import unserved_reason
@@ -27,6 +28,8 @@ STAGE_OUTPUTS = (
     *("M", "h", "dh"),
 )
 DOCUMENTS = [0, 0, 5, 70, 70, 100, 100]
+# In segments of two chunks the long document goes through three of them, and more that are empty follow.
+IN_SEGMENTS = [0, 0, 0, 1, 64, 128, 129, 129, 512, 512, 512, 512]
 COMPILED: dict[str, dict[str, Any]] = {
     "triton": {"key_dim": 128, "value_dim": 128},
     "gluon": {"key_dim": 128, "value_dim": 128},
@@ -46,6 +49,18 @@ INTERPRETED: dict[str, dict[str, Any]] = {
     "spans of two chunks": {"seq_len": 323, "batch": 2, "group": 1, "span_chunks": 2},
     "segments of two chunks": {"seq_len": 323, "segment_chunks": 2},
     "segments of spans": {"seq_len": 323, "group": 1, "segment_chunks": 4, "span_chunks": 2, "with_state": False},
+    "two segments, one token in the last": {"seq_len": 65, "segment_chunks": 1},
+    "batch in segments": {"seq_len": 193, "batch": 2, "group": 1, "segment_chunks": 2},
+    "batch in groups": {"seq_len": 65, "batch": 5, "group": 1, "segment_chunks": 5},
+    "documents in segments": {"seq_len": 512, "cu_seqlens": IN_SEGMENTS, "group": 1, "segment_chunks": 2},
+    "the same without states": {
+        **{"seq_len": 512, "cu_seqlens": IN_SEGMENTS, "group": 1, "segment_chunks": 3},
+        "with_state": False,
+    },
+    "one token a document, in segments": {"seq_len": 3, "cu_seqlens": [0, 1, 2, 2, 3], "segment_chunks": 1},
+    "one token, in segments": {"seq_len": 1, "cu_seqlens": [0, 0, 1, 1], "segment_chunks": 1},
+    "63 tokens in segments": {"seq_len": 63, "cu_seqlens": [0, 62, 63], "segment_chunks": 1},
+    "64 tokens in segments": {"seq_len": 64, "cu_seqlens": [0, 0, 64], "segment_chunks": 1},
     "wide": {"seq_len": 65, "key_dim": 128, "value_dim": 128, "group": 1, "with_state": False},
 }
 
@@ -172,13 +187,32 @@ def interpret() -> dict[str, dict[str, float]]:
     from hf_cp.kernels.gdn.triton_stages import compose
 
     split, whole, results = compose.split, segments.SEGMENT_STATES, {}
+    segments.DOCUMENT_CHUNKS = segments.PROGRAMS = 0
     for name, case in INTERPRETED.items():
         size, segment = case.pop("span_chunks", None), case.pop("segment_chunks", None)
         segments.SEGMENT_STATES = whole if segment is None else segment * case.get("group", 2) * 64 * 64
         compose.split = split if size is None else lambda chunks, *_, size=size: in_spans(chunks, size)
         x = inputs(**case)
-        results[name] = errors(x, run_stages(triton_stages, x))
+        found = run_stages(triton_stages, x)
+        results[name] = errors(x, found)
+        if segment is not None and size is None:
+            assert len(parts(x)) > 1
+            segments.SEGMENT_STATES = whole
+            assert len(parts(x)) == 1
+            expected = run_stages(triton_stages, x)
+            # Whole, a backward computes the states anew that in segments the forward hands over, rounded otherwise.
+            same = set(expected) - {"dq", "dk", "dg", "dbeta"}
+            differing = [output for output in same if not torch.equal(found[output], expected[output])]
+            results[name]["differing from the whole"] = len(differing)
     return results
+
+
+def parts(x: dict[str, Any]) -> list[Any]:
+    """What is worked off one after another."""
+    from hf_cp.kernels.gdn.triton_stages.compose import _row_groups, _segment_count
+
+    count = _segment_count(x["k"], x["v"], x["cu_seqlens"])
+    return [(rows, part) for rows in _row_groups(x["k"], x["v"]) for part in range(count)]
 
 
 def compile_launches() -> dict[str, list[dict[str, Any]]]:
@@ -200,6 +234,75 @@ def interpreted() -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize("case", INTERPRETED)
 def test_interpreted_stages_equal_fp64(interpreted: dict[str, dict[str, float]], case: str):
     assert max(interpreted[case].values()) < 1e-4, interpreted[case]
+
+
+def test_segments_are_decided_by_shapes():
+    """Rows and documents of 128 by 128 heads; a segment has 16,384 tokens of 32 heads."""
+    from hf_cp.kernels.gdn.segments import row_groups, segment_count
+
+    def count(batch: int, seq_len: int, heads: int, documents: int | None = None) -> int:
+        return segment_count(batch, seq_len, heads, 128, 128, documents)
+
+    def sizes(batch: int, seq_len: int, heads: int) -> list[int]:
+        return [rows.stop - rows.start for rows in row_groups(batch, seq_len, heads, 128, 128)]
+
+    length = 2**17
+    assert [count(1, tokens, 32) for tokens in (1, 16384, 16385, length)] == [1, 1, 2, 8]
+    assert [count(1, length, heads) for heads in (64, 16, 4)] == [16, 4, 1]
+    # A state of each document is passed from segment to segment.
+    assert [count(1, length, 32, n) for n in (1, 2, 32, 64, 128, 256, 1024)] == [9, 9, 9, 5, 3, 2, 1]
+    # Of 16 heads, two fill the GPU.
+    assert [count(1, length, 16, n) for n in (1, 2, 4, 32)] == [5, 1, 2, 5]
+    assert [count(batch, length // 2, heads) for batch, heads in ((2, 32), (2, 16), (1, 16))] == [4, 1, 2]
+    assert sizes(8, 16384, 32) == [1] * 8
+    assert sizes(5, 8192, 32) == [2, 2, 1]
+    assert sizes(64, 2048, 32) == [8] * 8
+    assert sizes(3, length, 32) == [1] * 3
+    assert sizes(4, length, 16) == [2, 2]
+    assert sizes(1, length, 32) == [1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_of_a_packed_row(seed: int):
+    """Together they are the chunks of the whole row, and what the chains take for a document's tokens is right."""
+    from hf_cp.kernels.gdn.triton_stages.chunks import CHUNK, cut, cut_in_parts
+
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 300, (12,), generator=generator) * torch.randint(0, 2, (12,), generator=generator)
+    lengths[6 : 6 + seed % 3] = 64 * (seed % 5)
+    offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
+    seq_len = int(offsets[-1])
+    whole = cut(1, seq_len, offsets)
+    expected = [
+        (n, int(offsets[n]) + first, min(CHUNK, length - first))
+        for n, length in enumerate(lengths.tolist())
+        for first in range(0, length, CHUNK)
+    ]
+    for count in range(1, whole.count + 1):
+        found: list[tuple[int, int, int]] = []
+        for part in cut_in_parts(1, seq_len, offsets, count):
+            chunks = part.chunks
+            begun = {n for n, _, _ in found}
+            tables: Any = (chunks.token_offsets, chunks.chunk_offsets, chunks.starts, chunks.lengths)
+            tokens, edges, starts, sizes = (x.tolist() for x in tables)
+            assert len(starts) == len(sizes) == chunks.count
+            assert not any(sizes[edges[-1] :])
+            for n in range(12):
+                for i, chunk in enumerate(range(edges[n], edges[n + 1])):
+                    assert starts[chunk] == tokens[n] + i * CHUNK
+                    assert sizes[chunk] == min(CHUNK, tokens[n + 1] - starts[chunk])
+                    assert n not in begun or n == part.document
+                    found.append((n, starts[chunk], sizes[chunk]))
+        assert found == expected
+
+
+def test_packed_rows_are_cut_without_reading_their_documents():
+    """To read a value of a tensor that has none, as of one on a GPU, raises."""
+    from hf_cp.kernels.gdn.triton_stages.chunks import cut_in_parts
+
+    with FakeTensorMode():
+        parts = cut_in_parts(1, 512, torch.zeros(12, dtype=torch.int32), 4)
+    assert [part.chunks.count for part in parts] == [5, 5, 5, 4]
 
 
 @pytest.fixture(scope="module")
@@ -252,12 +355,26 @@ BACKENDS = pytest.mark.parametrize("backend", ["triton", "gluon"])
 @pytest.mark.gpu(1)
 @BACKENDS
 @pytest.mark.parametrize("with_state", [True, False])
-def test_gpu_segments(backend: str, with_state: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"batch": 2},
+        {"batch": 5, "seq_len": 100},
+        {"cu_seqlens": [0, 0, 64, 65, 500, 500, 1000, 1000]},
+    ],
+    ids=["one row", "batch in segments", "batch in groups", "documents"],
+)
+def test_gpu_segments(
+    poison_empty: None, backend: str, case: dict[str, Any], with_state: bool, monkeypatch: pytest.MonkeyPatch
+):
     from hf_cp.kernels.gdn import segments
 
     monkeypatch.setattr(segments, "SEGMENT_STATES", 5 * 4 * 128 * 128)
+    monkeypatch.setattr(segments, "DOCUMENT_CHUNKS", 0)
+    monkeypatch.setattr(segments, "PROGRAMS", 0)
     shape: dict[str, Any] = {"seq_len": 1000, "key_heads": 2, "key_dim": 128, "value_dim": 128}
-    check_on_gpu(backend, **shape, with_state=with_state, dtype=torch.bfloat16)
+    check_on_gpu(backend, **(shape | case), with_state=with_state, dtype=torch.bfloat16)
 
 
 @pytest.mark.gpu(1)

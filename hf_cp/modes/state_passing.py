@@ -102,7 +102,7 @@ def start(inputs: SpanInputs, cp: CpContext, exchange: Exchange) -> Finish:
 
 
 class _Outputs(NamedTuple):
-    """The output ``[B,L,HV,V]``, the final states ``[N,HV,K,V]`` and those between segments ``[S,N,HV,K,V]``."""
+    """The output ``[B,L,HV,V]``, the final states ``[N,HV,K,V]`` and those between segments ``[S,B,HV,K,V]``."""
 
     output: torch.Tensor
     final_state: torch.Tensor
@@ -192,7 +192,7 @@ class _StatefulSpan(torch.autograd.Function):
     g, beta        ``[B, L, HV]``          ``dg, dbeta``
     initial_state  ``[N, HV, K, V]``       its gradient is sent, not returned
     output         ``[B, L, HV, V]``       ``do``
-    edges          ``[S, N, HV, K, V]``    no gradient
+    edges          ``[S, B, HV, K, V]``    no gradient
     =============  ======================  ==========================================
 
     Backward runs the local backward with the ``dS_out`` that `_GradientExchange` asked for, unless that did. Saved: the

@@ -29,8 +29,8 @@ class Stages(Protocol):
     They take no process group: what crosses ranks is composed between them. They are not differentiable by autograd.
 
     What one may leave for another, for time and memory alone; a backend may leave it unused:
-        edge_states: the forward puts the states between segments of a long row there, [N, HV, K, V] each; with them the
-            backward holds the states of one segment at a time.
+        edge_states: the forward puts the states between segments of long rows there, [B, HV, K, V] each (of a packed
+            row, that of the document at the edge); with them the backward holds the states of one segment at a time.
         keep, kept: `backward_state` puts there what a `backward` of the same span would compute again, and takes out.
         state_ready: takes the gradient of the initial state as soon as it is under way.
     """

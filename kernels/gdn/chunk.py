@@ -39,11 +39,12 @@ def _state(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None) ->
 
 def _forward_fake(q, k, v, g, beta, initial_state, cu_seqlens, scale, use_qk_l2norm_in_kernel, backend):
     state = _state(k, v, cu_seqlens)
-    count = 1
+    count, documents = 1, None if cu_seqlens is None else state.shape[0]
     if backend != "eager":
         batch, seq_len, heads, value_dim = v.shape
-        count = segment_count(batch, seq_len, heads, value_dim, k.shape[3], packed=cu_seqlens is not None)
-    return v.new_zeros(v.shape), state, state.new_zeros(count - 1, *state.shape)
+        count = segment_count(batch, seq_len, heads, value_dim, k.shape[3], documents)
+    edge = state if documents is None or count == 1 else state[:1]
+    return v.new_zeros(v.shape), state, state.new_zeros(count - 1, *edge.shape)
 
 
 def _setup_context(ctx, inputs, output):

@@ -13,9 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK = 64
-# Chains that run at once: one on each multiprocessor of an H100 or H200.
-PROGRAMS = 132
+from ..segments import CHUNK, PROGRAMS, segments
 
 # What is prepared: for the outputs, for the summary, for the gradients.
 OUTPUT = 0
@@ -44,14 +42,14 @@ class Spans(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Where the chunks of a batch lie. Chunks of one document are neighbours; a document starts a new chunk."""
+    """Where the chunks of a batch, or of a segment, lie. Those of a document are neighbours; each starts a new one."""
 
     count: int  # chunks with memory of their own: exact, or an upper bound for packed documents
     documents: int  # N
     per_document: int  # chunks of a document; 0 for packed documents
     starts: torch.Tensor | None  # [count] int64, first token; packed documents only, like the next three
     lengths: torch.Tensor | None  # [count] int32, tokens, 0 beyond the last document
-    token_offsets: torch.Tensor | None  # [N + 1] int64, cu_seqlens
+    token_offsets: torch.Tensor | None  # [N + 1] int64, first token; of what lies in the segment
     chunk_offsets: torch.Tensor | None  # [N + 1] int64, first chunk
     spans: int = 1  # spans of a document, each with a state of its own
     span_chunks: int = 2**30  # chunks of a span
@@ -75,6 +73,52 @@ def cut(batch: int, seq_len: int, cu_seqlens: torch.Tensor | None) -> Chunks:
     starts = offsets[document] + (index - chunk_offsets[document]) * CHUNK
     lengths = (offsets[document + 1] - starts).clamp_(0, CHUNK)
     return Chunks(count, documents, 0, starts, lengths.int(), offsets, chunk_offsets)
+
+
+class Part(NamedTuple):
+    """What is worked off at once: a segment of rows, or of the documents of a packed row."""
+
+    tokens: slice  # of its rows; all of a packed row, whose chunks say where it lies
+    chunks: Chunks
+    document: torch.Tensor | None = None  # [1] int64, the only one of a packed row that may have begun before
+
+    def entering(self, states: torch.Tensor) -> torch.Tensor:
+        """Of the states after the part before, what the backward of this one cannot do without."""
+        return states if self.document is None else states.index_select(0, self.document)
+
+
+def cut_in_parts(batch: int, seq_len: int, cu_seqlens: torch.Tensor | None, count: int) -> list[Part]:
+    """The chunks of `cut` in `count` segments. In a packed row they end wherever its documents lie.
+
+    A document keeps its chunks. In each part of a packed row all documents are known, and empty where they lie outside.
+    """
+    if count == 1:
+        return [Part(slice(None), cut(batch, seq_len, cu_seqlens))]
+    if cu_seqlens is None:
+        return [Part(x, cut(batch, x.stop - x.start, None)) for x in segments(seq_len, count)]
+    whole = cut(1, seq_len, cu_seqlens)
+    starts, lengths, chunk_offsets = whole.starts, whole.lengths, whole.chunk_offsets
+    assert starts is not None
+    assert lengths is not None
+    assert chunk_offsets is not None
+    # Behind the last document's chunks lie those without tokens.
+    first_tokens = torch.nn.functional.pad(starts.clamp(max=seq_len), (0, 1), value=seq_len)
+    parts = []
+    size = triton.cdiv(whole.count, count)
+    for begin in range(0, whole.count, size):
+        end = min(begin + size, whole.count)
+        offsets = chunk_offsets.clamp(begin, end)
+        chunks = whole._replace(
+            count=end - begin,
+            # Copies: kernels are compiled for aligned memory.
+            starts=starts[begin:end].clone(),
+            lengths=lengths[begin:end].clone(),
+            token_offsets=first_tokens[offsets],
+            chunk_offsets=offsets - begin,
+        )
+        document = (chunk_offsets[1:] <= begin).sum(0, keepdim=True).clamp_(max=whole.documents - 1)
+        parts.append(Part(slice(None), chunks, document))
+    return parts
 
 
 def split(chunks: Chunks, heads: int, value_dim: int, least: int, shortest: int) -> Chunks:

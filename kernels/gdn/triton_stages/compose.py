@@ -3,18 +3,18 @@
 B batch, T tokens, H key heads, HV value heads, K/V head dims, N states (B, or the number of documents).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from ..backend import refuse, unserved_reason
-from ..segments import segment_count, segments
-from .chunks import GRADIENT, OUTPUT, SUMMARY, Chunks, Spans, cut, split
+from ..segments import row_groups, segment_count
+from .chunks import GRADIENT, OUTPUT, SUMMARY, Chunks, Part, Spans, cut, cut_in_parts, split
 from .state import fold, fold_both
 
-_WHOLE = [slice(None)]
+_ALL = slice(None)
 _VALUES = 2  # of q, k, v, g, beta
 
 
@@ -110,34 +110,41 @@ class ComposedStages:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and final states of the gated delta rule; see `eager.forward`.
 
-        A long row is worked off in segments only for the states between them.
+        Long rows are worked off in segments, one after another, only for the states between them.
         """
         self._check(k, v)
         q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
         state = _contiguous(initial_state)
         o = torch.empty_like(v)
-        for rows in _segments(k, v, cu_seqlens) if edge_states is not None else _WHOLE:
-            if rows.start:
-                assert edge_states is not None
-                assert state is not None
-                edge_states.append(state)
-            inputs = [_part(x, rows) for x in (q, k, v, g, beta)]
-            state = self._outputs(inputs, _part(o, rows), state, scale, use_qk_l2norm_in_kernel, cu_seqlens)
-        assert state is not None
-        return o, state
+        batch, seq_len = k.shape[:2]
+        count = 1 if edge_states is None else _segment_count(k, v, cu_seqlens)
+        final_states, edges = [], []
+        groups = [_ALL] if count == 1 else [slice(n, n + 1) for n in range(batch)]
+        for rows in groups:
+            row_state, row_edges = _of(state, rows), []
+            for index, part in enumerate(cut_in_parts(batch // len(groups), seq_len, cu_seqlens, count)):
+                if index:
+                    row_edges.append(part.entering(row_state))
+                inputs = [_part(x, rows, part.tokens) for x in (q, k, v, g, beta)]
+                o_part = _part(o, rows, part.tokens)
+                row_state = self._outputs(inputs, o_part, row_state, part.chunks, scale, use_qk_l2norm_in_kernel)
+            final_states.append(row_state)
+            edges.append(row_edges)
+        if edge_states is not None:
+            edge_states += map(_joined, zip(*edges, strict=True))
+        return o, _joined(final_states)
 
     def _outputs(
         self,
         inputs: Sequence[torch.Tensor],
         o: torch.Tensor,
         initial_state: torch.Tensor | None,
+        chunks: Chunks,
         scale: float,
         normalize: bool,
-        cu_seqlens: torch.Tensor | None,
     ) -> torch.Tensor:
         """Fills the outputs of a segment; returns its final states."""
         q, k, v, g, beta = inputs
-        chunks = cut(k.shape[0], k.shape[1], cu_seqlens)
         chunks = self._split(chunks, k, v, self.spans.forward)
         if chunks.spans > 1:
             transition, added = self._summaries(k, v, g, beta, chunks, normalize)
@@ -175,28 +182,33 @@ class ComposedStages:
         """dh of a span: d_initial_state = M^T d_final_state + dh; see `eager.backward_state`."""
         self._check(k, do)
         inputs = [x.contiguous() for x in (q, k, g, beta, do)]
-        return self._state_gradient(inputs, None, scale, use_qk_l2norm_in_kernel, keep)
+        return self._state_gradient(inputs, None, None, scale, use_qk_l2norm_in_kernel, keep)
 
     def _state_gradient(
         self,
         inputs: Sequence[torch.Tensor],
         dfinal_state: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
         scale: float,
         normalize: bool,
         keep: list[Any] | None,
     ) -> torch.Tensor:
-        """d_initial_state alone, of rows with one document each; segment by segment, in the memory of one."""
-        parts = _segments(inputs[1], inputs[-1], None)
-        dstate = dfinal_state
-        for rows in reversed(parts):
-            q, k, g, beta, do = (_part(x, rows) for x in inputs)
-            chunks = cut(k.shape[0], k.shape[1], None)
-            prepared = self.kernels.prepare(q, k, g, beta, chunks, mode=GRADIENT, scale=scale, normalize=normalize)
-            dstate = self.kernels.reverse(q, k, None, do, prepared, None, dstate, None, chunks).dinitial_state
-            if keep is not None and len(parts) == 1:
-                keep.append(prepared)
-        assert dstate is not None
-        return dstate
+        """d_initial_state alone, segment by segment, in the memory of one."""
+        _, k, _, _, do = inputs
+        batch, seq_len = k.shape[:2]
+        groups, count = _row_groups(k, do), _segment_count(k, do, cu_seqlens)
+        dstates = []
+        for rows in groups:
+            dstate = _of(dfinal_state, rows)
+            for part in reversed(cut_in_parts(len(range(batch)[rows]), seq_len, cu_seqlens, count)):
+                q, k, g, beta, do = (_part(x, rows, part.tokens) for x in inputs)
+                options: Any = {"mode": GRADIENT, "scale": scale, "normalize": normalize}
+                prepared = self.kernels.prepare(q, k, g, beta, part.chunks, **options)
+                dstate = self.kernels.reverse(q, k, None, do, prepared, None, dstate, None, part.chunks).dinitial_state
+                if keep is not None and len(groups) == count == 1:
+                    keep.append(prepared)
+            dstates.append(dstate)
+        return _joined(dstates)
 
     def backward(
         self,
@@ -220,27 +232,33 @@ class ComposedStages:
         self._check(k, v)
         normalize = use_qk_l2norm_in_kernel
         q, k, v, g, beta, do = (x.contiguous() for x in (q, k, v, g, beta, do))
-        states = [_contiguous(initial_state), *edge_states]
-        parts = _segments(k, v, cu_seqlens) if edge_states else _WHOLE
-        dstate = _contiguous(dfinal_state)
-        if state_ready is not None and len(parts) > 1:
-            state_ready(self._state_gradient((q, k, g, beta, do), dstate, scale, normalize, None))
+        initial_state, dfinal_state = _contiguous(initial_state), _contiguous(dfinal_state)
+        batch, seq_len = k.shape[:2]
+        groups, count = _row_groups(k, v), len(edge_states) + 1
+        if state_ready is not None and len(groups) * count > 1:
+            inputs = (q, k, g, beta, do)
+            state_ready(self._state_gradient(inputs, dfinal_state, cu_seqlens, scale, normalize, None))
             state_ready = None
         out = _OnDemand(q, k, v, g, beta)
-        for rows, state in zip(reversed(parts), reversed(states), strict=True):
-            dstate = self._gradients(
-                [_part(x, rows) for x in (q, k, v, g, beta, do)],
-                partial(out.part, rows),
-                state,
-                dstate,
-                scale,
-                normalize,
-                cu_seqlens,
-                kept,
-                state_ready,
-            )
-        assert dstate is not None
-        return *(out.part(_WHOLE[0], index) for index in range(5)), dstate  # pyright: ignore[reportReturnType]
+        dstates = []
+        for rows in groups:
+            parts = cut_in_parts(len(range(batch)[rows]), seq_len, cu_seqlens, count)
+            edges, dstate = [_of(x, rows) for x in edge_states], _of(dfinal_state, rows)
+            for part, state in _entered(parts, _of(initial_state, rows), edges):
+                dstate = self._gradients(
+                    [_part(x, rows, part.tokens) for x in (q, k, v, g, beta, do)],
+                    partial(out.part, rows, part.tokens),
+                    state,
+                    dstate,
+                    part.chunks,
+                    scale,
+                    normalize,
+                    kept,
+                    state_ready,
+                )
+            dstates.append(dstate)
+        gradients = (out.part(_ALL, _ALL, index) for index in range(5))
+        return *gradients, _joined(dstates)  # pyright: ignore[reportReturnType]
 
     def _gradients(
         self,
@@ -248,15 +266,14 @@ class ComposedStages:
         out: Callable[[int], torch.Tensor],
         initial_state: torch.Tensor | None,
         dfinal_state: torch.Tensor | None,
+        chunks: Chunks,
         scale: float,
         normalize: bool,
-        cu_seqlens: torch.Tensor | None,
         kept: list[Any] | None,
         state_ready: Callable[[torch.Tensor], None] | None,
     ) -> torch.Tensor:
         """Fills the gradients of a segment; returns those of its first states."""
         q, k, v, g, beta, do = inputs
-        chunks = cut(k.shape[0], k.shape[1], cu_seqlens)
         prepared = (
             kept.pop()
             if kept
@@ -313,20 +330,55 @@ class _OnDemand:
         self._inputs = inputs
         self._made: dict[int, torch.Tensor] = {}
 
-    def part(self, rows: slice, index: int) -> torch.Tensor:
+    def part(self, rows: slice, tokens: slice, index: int) -> torch.Tensor:
         if index not in self._made:
             self._made[index] = torch.empty_like(self._inputs[index])
-        return _part(self._made[index], rows)
+        return _part(self._made[index], rows, tokens)
 
 
-def _segments(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None) -> list[slice]:
-    batch, seq_len, _, key_dim = k.shape
-    count = segment_count(batch, seq_len, v.shape[2], v.shape[3], key_dim, packed=cu_seqlens is not None)
-    return _WHOLE if count == 1 else segments(seq_len, count)
+def _entered(
+    parts: list[Part], initial_state: torch.Tensor | None, edges: list[torch.Tensor]
+) -> Iterator[tuple[Part, torch.Tensor | None]]:
+    """The parts of rows, last first, each with the states that enter it."""
+    states = None
+    for part, edge in zip(reversed(parts[1:]), reversed(edges), strict=True):
+        if part.document is None:
+            yield part, edge
+            continue
+        if states is None:
+            states = edge.new_zeros(part.chunks.documents, *edge.shape[1:])
+            if initial_state is not None:
+                states.copy_(initial_state)
+        # Documents that begin in the part have the caller's states.
+        before = states.index_select(0, part.document)
+        yield part, states.index_copy_(0, part.document, edge)
+        states.index_copy_(0, part.document, before)
+    yield parts[0], initial_state
 
 
-def _part(x: torch.Tensor, rows: slice) -> torch.Tensor:
-    return x if rows == _WHOLE[0] else x[:, rows]
+def _segment_count(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
+    batch, seq_len, heads, value_dim = v.shape
+    documents = None if cu_seqlens is None else cu_seqlens.numel() - 1
+    return segment_count(batch, seq_len, heads, value_dim, k.shape[3], documents)
+
+
+def _row_groups(k: torch.Tensor, v: torch.Tensor) -> list[slice]:
+    batch, seq_len, heads, value_dim = v.shape
+    return [_ALL] if batch == 1 else row_groups(batch, seq_len, heads, value_dim, k.shape[3])
+
+
+def _part(x: torch.Tensor, rows: slice, tokens: slice) -> torch.Tensor:
+    """Contiguous where `rows` is one, or `tokens` are all."""
+    x = x if rows == _ALL else x[rows]
+    return x if tokens == _ALL else x[:, tokens]
+
+
+def _of(states: torch.Tensor | None, rows: slice) -> Any:
+    return states if states is None or rows == _ALL else states[rows]
+
+
+def _joined(states: Sequence[torch.Tensor]) -> torch.Tensor:
+    return states[0] if len(states) == 1 else torch.cat(list(states))
 
 
 def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
