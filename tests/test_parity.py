@@ -309,16 +309,23 @@ def packed_case(rank: int, size: int, lengths: tuple[int, ...], given: str) -> d
             loss += part.detach() / count
     expected = gradients(model)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    boundaries = {
+    if "a mask" in given:  # of padding behind the last document, whose positions go on
+        pad = torch.nn.functional.pad
+        ids, targets, mask = pad(ids, (0, 5), value=9), pad(targets, (0, 5), value=-100), pad(ids * 0 + 1, (0, 5))
+        positions = torch.cat([positions, positions[:, -1:] + torch.arange(1, 6)], dim=1)
+        edges = torch.cat([edges[:-1], edges[-1:] + 5])
+    boundaries: dict[str, Tensor] = {
         "position_ids": {"position_ids": positions},
         "four rows of position_ids": {"position_ids": positions.expand(4, 1, -1)},
         "cu_seq_lens_q": {"cu_seq_lens_q": edges.to(torch.int32)},
-    }[given]
+    }[given.removesuffix(" and a mask")]
+    if "a mask" in given:
+        boundaries["attention_mask"] = mask
 
     def check() -> dict[str, float]:
         found_loss, found = step(model, input_ids=ids, shift_labels=targets, **boundaries)
         with torch.no_grad():
-            found_logits = model(input_ids=ids, **boundaries).logits
+            found_logits = model(input_ids=ids, **boundaries).logits[:, :total]
         return {
             "loss": abs(found_loss.item() - loss.item()),
             "gradients": worst(found, expected),
@@ -335,6 +342,8 @@ def packed_case(rank: int, size: int, lengths: tuple[int, ...], given: str) -> d
         ((32, 32), "position_ids"),  # an edge on the edge of two shards
         ((3, 1, 2, 50, 2, 9), "four rows of position_ids"),  # shorter than the convolution
         ((10, 0, 51), "cu_seq_lens_q"),  # an empty document, and padding behind the last
+        ((20, 39), "position_ids and a mask"),
+        ((20, 39), "cu_seq_lens_q and a mask"),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 4])

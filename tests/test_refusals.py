@@ -227,6 +227,22 @@ FORWARDS: dict[str, tuple[Callable[[int], dict[str, Any]], tuple[str, ...]]] = {
         partial(one_row_all, cu_seq_lens_q=torch.tensor([0, 9, 4, 17], dtype=torch.int32)),
         ("cu_seq",),
     ),
+    "padding within a document": (
+        partial(one_row_all, cu_seq_lens_q=BOUNDARIES, attention_mask=(torch.arange(LENGTH) > 1).long()[None]),
+        ("attention_mask", "packed document"),
+    ),
+    "padding within a document, by positions, on one rank": (
+        partial(
+            one_row,
+            position_ids=torch.cat([torch.arange(9), torch.arange(8)])[None],
+            attention_mask=(torch.arange(LENGTH) != 12).long()[None],
+        ),
+        ("attention_mask", "packed document", "rank 1"),
+    ),
+    "seq_idx alone": (
+        partial(one_row_all, seq_idx=(torch.arange(LENGTH) > 8).int()[None]),
+        ("seq_idx", "cu_seq_lens_q"),
+    ),
     "ids and embeddings": (partial(embedded, only=None, keep_ids=True), ("input_ids", "inputs_embeds", "one of")),
     "ids and embeddings on one rank": (partial(embedded, only=1, keep_ids=True), ("inputs_embeds", "rank 1")),
     "no inputs": (partial(without, ("input_ids",), only=None), ("input_ids", "inputs_embeds")),

@@ -61,11 +61,35 @@ class Whole:
 
     @functools.cached_property
     def packed(self) -> bool:
-        """Several documents in a row: boundaries were given, or positions restart where nothing is padded."""
+        """Several documents in a row: boundaries were given, or positions restart between kept tokens."""
         if self.cu_seqlens is not None:
             return True
         positions = self.text_position_ids
-        return positions is not None and not self.padded and bool((positions[:, 1:] == 0).any())
+        if positions is None:
+            return False
+        restarts = positions[:, 1:] == 0
+        if self.padded:
+            assert self.attention_mask is not None
+            kept = self.attention_mask != 0
+            restarts = restarts & kept[:, 1:] & kept[:, :-1]
+        return bool(restarts.any())
+
+    @functools.cached_property
+    def boundaries(self) -> torch.Tensor | None:
+        """Document boundaries of a packed row, ``[N+1]``, given or from positions; ``None`` where nothing is packed."""
+        if not self.packed or self.cu_seqlens is not None:
+            return self.cu_seqlens
+        assert self.text_position_ids is not None
+        return cu_seqlens_from_position_ids(self.text_position_ids)
+
+    def drops_before_kept(self) -> bool:
+        """Whether padding comes before other tokens of its document, in a packed row: only the mask would know."""
+        if not self.padded or self.boundaries is None:
+            return False
+        assert self.attention_mask is not None
+        kept = self.attention_mask[0] != 0
+        begins = (kept[1:] & ~kept[:-1]).nonzero().flatten() + 1
+        return not set(begins.tolist()) <= set(self.boundaries.tolist())
 
 
 def is_cached(arguments: CallArguments) -> bool:
@@ -160,6 +184,11 @@ def _unsupported(module: Any, arguments: CallArguments, whole: Whole) -> str | N
     state = module._hf_cp
     if whole.packed and whole.inputs.shape[0] != 1:
         return f"batch size {whole.inputs.shape[0]}: packed documents need batch size 1; concatenate the rows"
+    if whole.drops_before_kept():
+        return "attention_mask drops tokens before others of their packed document: leave them out of the row"
+    seq_idx = arguments.get("seq_idx")
+    if seq_idx is not None and not whole.packed and bool((seq_idx[..., 1:] != seq_idx[..., :-1]).any()):
+        return "seq_idx alone does not part documents here: give cu_seq_lens_q, or position_ids that restart"
     attentions = arguments.get("output_attentions")
     if module.config.output_attentions if attentions is None else attentions:
         return "output_attentions=True: attention weights are not computed over a sharded sequence; leave it out"
@@ -221,11 +250,8 @@ def open_context(
     if not whole.packed:
         segments = _segments(module, layout, whole, None)
         return CpContext(state.config, mesh, layout, layout.one_document(), None, positions, segments), whole
-    cu_seqlens = whole.cu_seqlens
-    if cu_seqlens is None:
-        assert positions is not None
-        cu_seqlens = cu_seqlens_from_position_ids(positions)
-        assert cu_seqlens is not None
+    cu_seqlens = whole.boundaries
+    assert cu_seqlens is not None
     documents = layout.local_cu_seqlens(cu_seqlens)
     positions = layout.document_positions(cu_seqlens)
     padded = layout.pad_cu_seqlens(cu_seqlens)
