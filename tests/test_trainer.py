@@ -14,6 +14,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
+from test_families import small_model as sparse_model
+from test_parity import TWO_LAYERS
 from torch import Tensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.utils.data import IterableDataset
@@ -42,7 +44,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Trai
 from transformers.trainer_callback import TrainerCallback
 
 import hf_cp
-from hf_cp.testing import World
+from hf_cp.testing import World, tiny_qwen3_5
 
 Worlds = Callable[..., World]
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -77,6 +79,50 @@ RUNS = [
     Run(DDP_2X2, accumulation=4, steps=FEW),
     Run(Layout("fsdp2", dp_shard=2), steps=FEW),  # patched, no context parallelism
 ]
+
+
+# name: (model, its decoder layer)
+OTHER_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "untied head": (functools.partial(tiny_qwen3_5, **TWO_LAYERS, tie_word_embeddings=False), "Qwen3_5DecoderLayer"),
+    "experts": (
+        functools.partial(sparse_model, "Qwen3_5Moe", **TWO_LAYERS, output_router_logits=True),
+        "Qwen3_5MoeDecoderLayer",
+    ),
+    "experts of Next": (
+        functools.partial(sparse_model, "Qwen3Next", **TWO_LAYERS, output_router_logits=True),
+        "Qwen3NextDecoderLayer",
+    ),
+}
+
+
+def train_other(run: Run, name: str) -> Curve:
+    build, layer = OTHER_MODELS[name]
+    environment = {**environment_of(run), "FSDP_TRANSFORMER_CLS_TO_WRAP": layer}
+    with launched(environment), tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(run, folder, model=patched(build(), run.layout))
+        trainer.train()
+        return curve_of(trainer)
+
+
+def train_other_on_rank(rank: int, size: int, *arguments: Any) -> Curve:
+    return train_other(*arguments)
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_other_models_equal_one_process(world: Worlds, name: str) -> None:
+    """With the router's loss: its gradient norm is that of one process, too."""
+    for run in (Run(FSDP_CP2, steps=FEW), Run(DDP_CP2, steps=FEW, count_items=False)):
+        expected = train_other(run.on_one_process(), name)
+        assert_moves(expected, run.steps, run.clip)
+        assert_same_curve(world(2).run(train_other_on_rank, run, name, timeout=150), expected)
+
+
+def test_router_loss_equals_stock_data_parallelism(world: Worlds) -> None:
+    """Trainer multiplies the router's loss by the data-parallel ranks, and no further."""
+    habits: dict[str, Any] = {"steps": FEW, "accumulation": 2}
+    stock = world(2).run(train_other_on_rank, Run(Layout("ddp", dp_replicate=2, stock=True), **habits), "experts")
+    found = world(4).run(train_other_on_rank, Run(DDP_2X2, **habits), "experts", timeout=150)
+    assert_same_curve(found, stock[0])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
