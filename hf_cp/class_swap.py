@@ -3,10 +3,15 @@
 The new class is a subclass of the stock one with the same name, so that ``isinstance``, FSDP's wrapping by class name,
 saved ``architectures`` and checks by class name go on as before. Parameters, buffers and keys are not touched, and an
 instance ``forward`` that someone else has set stays.
+
+A copy of a module is as patched as the module. A pickle of it, and so what ``torch.save`` writes, is the stock module,
+which loads where this package is missing. A patched class, called as its ``from_pretrained`` does, makes stock modules.
 """
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 _STOCK = "_hf_cp_stock_class"
+# What patching puts into a module's own dictionary begins like this.
+_PREFIX = "_hf_cp"
 
 
 def _own_class(module: nn.Module) -> type[nn.Module]:
@@ -33,6 +40,30 @@ def is_patched(module: nn.Module) -> bool:
     return hasattr(type(module), _STOCK)
 
 
+def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(cls, _STOCK)(*args, **kwargs) if args or kwargs else object.__new__(cls)
+
+
+def _copy(self: Any) -> Any:
+    twin = object.__new__(type(self))
+    twin.__setstate__(self.__dict__)
+    return twin
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    twin = memo[id(self)] = object.__new__(type(self))
+    twin.__setstate__(copy.deepcopy(self.__dict__, memo))
+    return twin
+
+
+def _reduce_ex(self: Any, protocol: Any) -> Any:
+    if isinstance(self, FSDPModule):  # cannot be pickled, patched or not
+        return object.__reduce_ex__(self, protocol)
+    state = {key: value for key, value in self.__dict__.items() if not key.startswith(_PREFIX)}
+    # What Python itself writes for plain objects, so that any process can read it.
+    return copyreg._reconstructor, (stock_class(self), object, None), state  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @functools.cache
 def _patched_class(
     stock: type[nn.Module], forward: Callable[..., Any] | None, attributes: tuple[tuple[str, Any], ...]
@@ -42,6 +73,10 @@ def _patched_class(
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
         _STOCK: stock,
+        "__new__": _new,
+        "__copy__": _copy,
+        "__deepcopy__": _deepcopy,
+        "__reduce_ex__": _reduce_ex,
         **dict(attributes),
     }
     if forward is not None:

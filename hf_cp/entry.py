@@ -31,6 +31,9 @@ _HASHED = (
     "output_hidden_states",
 )
 _KIND = "kind of call (head or decoder, labels, training or evaluation, gradients)"
+# Of these, how many entries no row of a table stands for: only the rank that holds one would stop at it.
+_OUTSIDE = ("input_ids", "labels")
+_NONE = torch.zeros((), dtype=torch.int64)
 _REMEDY = (
     "every rank of a context-parallel group must get the same batch: set dispatch_batches=False, use the same seed on "
     "all ranks and do not shard the data over the context-parallel group"
@@ -126,7 +129,14 @@ _SHARDS, _REFUSES, _CACHES = (0x68665F6370 * 1000 + kind for kind in range(3))
 
 
 def agree(
-    mesh: CpMesh, *, refusal: str | None, inputs: Any = None, kind: int = 0, cached: bool = False, **hashed: Any
+    mesh: CpMesh,
+    *,
+    refusal: str | None,
+    inputs: Any = None,
+    kind: int = 0,
+    outside: tuple[torch.Tensor, torch.Tensor] | None = None,
+    cached: bool = False,
+    **hashed: Any,
 ) -> None:
     """Raise the same error on every rank of the group if a rank refuses its call or the ranks' batches differ.
 
@@ -136,26 +146,28 @@ def agree(
         refusal: this rank's reason not to run the call, or ``None``. With a reason, nothing else is looked at.
         inputs: token ids ``[B, T]`` or embeddings ``[B, T, D]`` of the whole sequence.
         kind: a small integer for what is asked; ranks must ask for the same.
+        outside: how many ids and how many labels are outside the vocabulary, int64 scalars; ``None`` for none.
         cached: the call has a KV cache. It is not sharded, and nothing but this is looked at.
         hashed: tensors, numbers or ``None``, by the names of `_HASHED` with underscores.
 
     Raises:
-        ValueError: naming what differs, the values of all ranks and the remedy.
+        ValueError: naming what differs, the values of all ranks and the remedy; or what is outside the vocabulary.
         RuntimeError: a rank has ended, or did not come within the timeout of the process group; on the ranks that wait.
     """
     if mesh.cp_size == 1:
         if refusal is not None:
             raise ValueError(refusal)
         return
-    fields = (*_SIZES, *_HASHED, _KIND)
+    fields = (*_SIZES, *_HASHED, _KIND, *_OUTSIDE)
     row: Any = [_CACHES if refusal is None else _REFUSES] + [0] * len(fields)
     if refusal is None and not cached:
         hashed["inputs"] = inputs
-        hashes = [_hash(hashed.get(name.replace(" ", "_"))) for name in _HASHED]
+        numbers = [_hash(hashed.get(name.replace(" ", "_"))) for name in _HASHED]
+        numbers += [torch.tensor(kind), *(outside or (_NONE, _NONE))]
         # Few are of tensors on a GPU; the others need no operation there: a copy for all, and one for each of the few.
-        known = [0 if x.device.type == "cuda" else int(x) for x in hashes]
-        row = torch.tensor([_SHARDS, *inputs.shape[:2], *known, kind], dtype=torch.int64).to(inputs.device)
-        for index, x in enumerate(hashes, start=1 + len(_SIZES)):
+        known = [0 if x.device.type == "cuda" else int(x) for x in numbers]
+        row = torch.tensor([_SHARDS, *inputs.shape[:2], *known], dtype=torch.int64).to(inputs.device)
+        for index, x in enumerate(numbers, start=1 + len(_SIZES)):
             if x.device.type == "cuda":
                 row[index] = x
     with _waiting_for_others(mesh):
@@ -181,3 +193,6 @@ def agree(
         if len(set(values)) > 1:
             shown = f" ({', '.join(map(str, values))} on ranks 0 to {mesh.cp_size - 1})" if name in _SIZES else ""
             raise ValueError(f"{name} differs between context-parallel ranks{shown}: {_REMEDY}")
+    for name, count in zip(_OUTSIDE, rows[0][-2:], strict=True):
+        if count:
+            raise ValueError(f"{name}: {count} outside the vocabulary: resize the model's embeddings, or mend the data")

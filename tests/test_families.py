@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import TWO_LAYERS, assert_small, difference, each_pair, gradients, step, token_ids, worst
+from test_parity import (
+    TWO_LAYERS,
+    assert_small,
+    difference,
+    documents_alone,
+    each_pair,
+    gradients,
+    step,
+    token_ids,
+    worst,
+)
 
 import hf_cp
 from hf_cp.loss import TrainerItemCount
@@ -98,6 +108,40 @@ def family_case(rank: int, size: int, name: str, padded: bool) -> dict[str, floa
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_family(world: Worlds, size: int, name: str, padded: bool) -> None:
     assert_small(world(size).run(family_case, name, padded, timeout=120))
+
+
+def packed_case(rank: int, size: int, name: str) -> dict[str, float]:
+    """Packed documents and their router's loss, against the stock router's loss of what each document alone gives."""
+    import transformers
+
+    module = {"Qwen3_5Moe": "qwen3_5_moe", "Qwen3Next": "qwen3_next"}[name]
+    stock_balance = getattr(getattr(transformers.models, module), f"modeling_{module}").load_balancing_loss_func
+    model = small_model(name, **TWO_LAYERS).train()
+
+    def balance(outputs: list[Any]) -> torch.Tensor:
+        routers = tuple(torch.cat(layer) for layer in zip(*(o.router_logits for o in outputs), strict=True))
+        return FIELDS["router_aux_loss_coef"] * stock_balance(routers, FIELDS["num_experts"], 2)
+
+    alone = documents_alone(model, (3, 1, 20, 23), balance)
+    inputs: dict[str, Any] = {"input_ids": alone.ids, "position_ids": alone.positions, "output_router_logits": True}
+
+    def check() -> dict[str, float]:
+        loss, found = step(model, **inputs, shift_labels=alone.targets)
+        with torch.no_grad():
+            logits = model(**inputs).logits
+        return {
+            "loss": abs(loss.item() - alone.loss.item()),
+            "gradients": worst(found, alone.gradients),
+            "logits": difference(logits, alone.logits),
+        }
+
+    return each_pair(model, check, PAIRS)
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5Moe", "Qwen3Next"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_packed(world: Worlds, size: int, name: str) -> None:
+    assert_small(world(size).run(packed_case, name, timeout=120))
 
 
 def dense_layers_case(rank: int, size: int) -> dict[str, float]:

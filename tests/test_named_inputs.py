@@ -204,6 +204,40 @@ def test_clipped_norm_is_the_limit(world: Worlds) -> None:
     assert_small(world(2).run(clipped_case))
 
 
+# Packing.
+
+
+def other_document_case(rank: int, size: int) -> dict[str, float]:
+    """Other tokens in document 1 move neither document 2's logits nor the gradients of its loss."""
+    edges, length = torch.tensor([0, 23, 40, 61], dtype=torch.int32), 61
+    positions = torch.cat([torch.arange(n) for n in edges.diff().tolist()])[None]
+    first, second = token_ids(1, length), token_ids(1, length)
+    second[:, :23] = token_ids(1, 23, seed=9)
+    assert (first != second).any()
+    targets = torch.nn.functional.pad(first[:, 1:], (0, 1), value=-100)
+    targets[:, [*range(23), 39]] = -100
+    model = tiny_qwen3_5(**TWO_LAYERS, tie_word_embeddings=False).train()
+
+    def check() -> dict[str, float]:
+        errors = {}
+        for name, boundaries in (("boundaries", {"cu_seq_lens_q": edges}), ("positions", {"position_ids": positions})):
+            with torch.no_grad():
+                logits = [model(input_ids=ids, **boundaries).logits for ids in (first, second)]
+            steps = [step(model, input_ids=ids, shift_labels=targets, **boundaries) for ids in (first, second)]
+            assert difference(logits[1][:, :23], logits[0][:, :23]) > 0.1
+            errors[f"{name} logits"] = difference(logits[1][:, 23:], logits[0][:, 23:])
+            errors[f"{name} loss"] = (steps[1][0] - steps[0][0]).abs().item()
+            errors[f"{name} gradients"] = worst(steps[1][1], steps[0][1])
+        return errors
+
+    return each_pair(model, check)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_documents_do_not_see_another(world: Worlds, size: int) -> None:
+    assert_small(world(size).run(other_document_case), 1e-6)
+
+
 # Generation and padding.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -287,42 +288,68 @@ def test_outputs(world: Worlds, size: int) -> None:
     assert_small(world(size).run(outputs_case, timeout=120))
 
 
-def packed_case(rank: int, size: int, lengths: tuple[int, ...], given: str) -> dict[str, float]:
-    """Packed documents against each document alone through the stock model."""
-    model = tiny_qwen3_5(**TWO_LAYERS).train()
-    total = sum(lengths)
-    ids = token_ids(1, total, seed=7)
+@dataclass
+class Documents:
+    """Documents of one row, and what the stock model makes of each alone."""
+
+    ids: Tensor
+    targets: Tensor
+    edges: Tensor
+    positions: Tensor
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    logits: Tensor
+
+
+def documents_alone(model: Any, lengths: tuple[int, ...], balance: Callable[[list[Any]], Tensor] | None = None) -> Any:
+    """Documents through the stock model, one by one; ``balance`` makes a loss of all that it returned."""
+    ids = token_ids(1, sum(lengths), seed=7)
     edges = torch.tensor([0, *lengths]).cumsum(0)
     targets = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], dim=1)
     targets[0, edges[1:].unique() - 1] = -100
-    count = int((targets != -100).sum())
     model.zero_grad(set_to_none=True)
-    loss, logits = torch.zeros(()), []
-    for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        if begin < end:
-            alone = model(input_ids=ids[:, begin:end])
-            logits.append(alone.logits.detach())
-            part = torch.nn.functional.cross_entropy(
-                alone.logits.flatten(0, 1), targets[0, begin:end], ignore_index=-100, reduction="sum"
-            )
-            (part / count).backward()
-            loss += part.detach() / count
-    expected = gradients(model)
+    outputs = [
+        model(input_ids=ids[:, begin:end], use_cache=False, **({"output_router_logits": True} if balance else {}))
+        for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+        if begin < end
+    ]
+    logits = torch.cat([output.logits for output in outputs], dim=1)
+    loss = torch.nn.functional.cross_entropy(logits[0], targets[0], ignore_index=-100)
+    if balance is not None:
+        loss = loss + balance(outputs)
+    loss.backward()
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    boundaries = {
+    return Documents(ids, targets, edges, positions, loss.detach(), gradients(model), logits.detach())
+
+
+def packed_case(rank: int, size: int, lengths: tuple[int, ...], given: str) -> dict[str, float]:
+    """Packed documents against each document alone through the stock model."""
+    model = tiny_qwen3_5(**TWO_LAYERS).train()
+    alone = documents_alone(model, lengths)
+    ids, targets, edges, positions = alone.ids, alone.targets, alone.edges, alone.positions
+    total = ids.shape[1]
+    mask = torch.ones_like(ids)
+    if "a mask" in given:  # of padding behind the last document, whose positions go on
+        pad = torch.nn.functional.pad
+        ids, targets, mask = pad(ids, (0, 5), value=9), pad(targets, (0, 5), value=-100), pad(mask, (0, 5))
+        positions = torch.cat([positions, positions[:, -1:] + torch.arange(1, 6)], dim=1)
+        edges = torch.cat([edges[:-1], edges[-1:] + 5])
+    boundaries: dict[str, Tensor] = {
         "position_ids": {"position_ids": positions},
         "four rows of position_ids": {"position_ids": positions.expand(4, 1, -1)},
         "cu_seq_lens_q": {"cu_seq_lens_q": edges.to(torch.int32)},
-    }[given]
+    }[given.removesuffix(" and a mask")]
+    if "a mask" in given:
+        boundaries["attention_mask"] = mask
 
     def check() -> dict[str, float]:
         found_loss, found = step(model, input_ids=ids, shift_labels=targets, **boundaries)
         with torch.no_grad():
-            found_logits = model(input_ids=ids, **boundaries).logits
+            found_logits = model(input_ids=ids, **boundaries).logits[:, :total]
         return {
-            "loss": abs(found_loss.item() - loss.item()),
-            "gradients": worst(found, expected),
-            "logits": difference(found_logits, torch.cat(logits, dim=1)),
+            "loss": abs(found_loss.item() - alone.loss.item()),
+            "gradients": worst(found, alone.gradients),
+            "logits": difference(found_logits, alone.logits),
         }
 
     return each_pair(model, check)
@@ -335,6 +362,8 @@ def packed_case(rank: int, size: int, lengths: tuple[int, ...], given: str) -> d
         ((32, 32), "position_ids"),  # an edge on the edge of two shards
         ((3, 1, 2, 50, 2, 9), "four rows of position_ids"),  # shorter than the convolution
         ((10, 0, 51), "cu_seq_lens_q"),  # an empty document, and padding behind the last
+        ((20, 39), "position_ids and a mask"),
+        ((20, 39), "cu_seq_lens_q and a mask"),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 4])

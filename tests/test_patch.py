@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import pickle
 import types
 from collections.abc import Callable
 from functools import partial
@@ -253,6 +254,63 @@ def copy_of_a_bound_model(rank: int, size: int) -> dict[str, float]:
 
 def test_copy_of_a_bound_model(world: Worlds) -> None:
     assert_small(world(2).run(copy_of_a_bound_model))
+
+
+def test_a_shallow_copy_is_patched() -> None:
+    model = patched(two_layers())
+    twin = copy.copy(model)
+    assert classes(twin) == classes(model)
+    assert twin._hf_cp is model._hf_cp
+    # What torch's DataParallel does to make a replica.
+    assert type(model.__new__(type(model))) is type(model)
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved_whole(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("through", [pickled, saved_whole])
+def test_a_pickle_holds_the_stock_model(through: Callable[[Any], Any]) -> None:
+    """Of a bound model too: a process group cannot be pickled."""
+    stock, model = two_layers().eval(), patched(two_layers()).eval()
+    before, ids = classes(model), token_ids()
+    loaded = through(nn.ModuleDict({"inner": model}))["inner"]
+    assert classes(loaded) == classes(stock)
+    assert [set(vars(m)) for m in loaded.modules()] == [set(vars(m)) for m in stock.modules()]
+    assert loaded.model.layers[1].self_attn.config is loaded.config
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded(input_ids=ids, use_cache=False).logits, stock(input_ids=ids, use_cache=False).logits)
+    assert classes(model) == before
+    assert relative_error(model(input_ids=ids).logits, stock(input_ids=ids, use_cache=False).logits) < BOUND
+    assert relative_error(patched(loaded)(input_ids=ids).logits, model(input_ids=ids).logits) < BOUND
+
+
+def pickle_of_a_bound_model(rank: int, size: int) -> None:
+    model = patched(two_layers(), group=True)
+    assert not any(is_patched(m) for m in pickled(model).modules())
+    with pytest.raises(pickle.PicklingError):  # as of a stock model
+        pickled(shard(model, size))
+
+
+def test_pickle_of_a_bound_model(world: Worlds) -> None:
+    world(2).run(pickle_of_a_bound_model)
+
+
+def test_the_class_of_a_patched_model_makes_stock_models(tmp_path: Path) -> None:
+    model, ids = patched(two_layers()).eval(), token_ids()
+    model.save_pretrained(tmp_path)
+    kind: Any = type(model)
+    for made in (kind(model.config), kind.from_pretrained(tmp_path), kind._from_config(model.config)):
+        assert type(made) is Qwen3_5ForCausalLM
+        assert not any(is_patched(m) for m in made.modules())
+        assert made.eval()(input_ids=ids, labels=ids).loss.isfinite()
 
 
 def test_state_dict_round_trip() -> None:

@@ -16,7 +16,7 @@ import transformers
 from test_families import small_model as sparse_model
 from test_multimodal import batch_of
 from test_multimodal import small_model as multimodal_model
-from test_parity import assert_small, token_ids, worst
+from test_parity import assert_small, difference, documents_alone, token_ids, worst
 from torch import Tensor, nn
 from training_runs import Curve, Layout, Run, assert_same_curve, curve_of, environment_of, launched, make_trainer
 
@@ -92,6 +92,33 @@ def adapter_cases(rank: int, size: int) -> dict[str, float]:
 
 def test_adapters(world: Worlds) -> None:
     assert_small(world(2).run(adapter_cases, timeout=90))
+
+
+def packed_case(rank: int, size: int) -> dict[str, float]:
+    """Packed documents through adapters, recomputed in backward, against each document alone."""
+    settings: dict[str, Any] = {"target_modules": "all-linear"}
+    alone = documents_alone(adapted(base(), "stock", **settings), (11, 2, 24))
+    batch = {"input_ids": alone.ids, "cu_seq_lens_q": alone.edges.int()}
+    errors = {}
+    for order in ("before", "after"):
+        for reentrant in (None, True, False):
+            model = adapted(base(), order, **settings)
+            if reentrant is not None:
+                model.enable_input_require_grads()
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            loss, found = step(model, **batch, shift_labels=alone.targets)
+            expected = {name: gradient for name, gradient in alone.gradients.items() if name in found}
+            assert sum("lora_" in name for name in alone.gradients) == len(expected) == len(found)
+            errors[f"{order} {reentrant} loss"] = abs(loss - alone.loss.item())
+            errors[f"{order} {reentrant} gradients"] = worst(found, expected)
+            with torch.no_grad():
+                errors[f"{order} {reentrant} logits"] = difference(model.eval()(**batch).logits, alone.logits)
+    return errors
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_adapters_with_packed_documents(world: Worlds, size: int) -> None:
+    assert_small(world(size).run(packed_case, timeout=90))
 
 
 def picture_case(rank: int, size: int) -> dict[str, float]:

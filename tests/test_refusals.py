@@ -148,6 +148,14 @@ def packed(rank: int, only: int | None, how: str) -> dict[str, Any]:
     return changed("", rank, only, **changes)
 
 
+def beyond(value: int, first: str) -> dict[str, Any]:
+    """The right batch, but for an id or a label that the first rank alone would stop at."""
+    batch = right_batch()
+    batch[first] = batch[first].clone()
+    batch[first][0, 3] = value
+    return batch
+
+
 def one_row(rank: int, **rank_one: Any) -> dict[str, Any]:
     ids = token_ids(0, 1)
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
@@ -227,6 +235,36 @@ FORWARDS: dict[str, tuple[Callable[[int], dict[str, Any]], tuple[str, ...]]] = {
         partial(one_row_all, cu_seq_lens_q=torch.tensor([0, 9, 4, 17], dtype=torch.int32)),
         ("cu_seq",),
     ),
+    "padding within a document": (
+        partial(one_row_all, cu_seq_lens_q=BOUNDARIES, attention_mask=(torch.arange(LENGTH) > 1).long()[None]),
+        ("attention_mask", "packed document"),
+    ),
+    "padding within a document, by positions, on one rank": (
+        partial(
+            one_row,
+            position_ids=torch.cat([torch.arange(9), torch.arange(8)])[None],
+            attention_mask=(torch.arange(LENGTH) != 12).long()[None],
+        ),
+        ("attention_mask", "packed document", "rank 1"),
+    ),
+    "boundaries as a list": (partial(one_row_all, cu_seq_lens_q=[0, 9, LENGTH]), ("cu_seq_lens_q of list",)),
+    "boundaries of two dimensions on one rank": (
+        partial(one_row, cu_seq_lens_q=BOUNDARIES[None]),
+        ("cu_seq_lens_q of shape [1, 3]", "rank 1"),
+    ),
+    "ids as floats": (partial(changed, "", only=None, input_ids=token_ids().float()), ("input_ids of torch.float32",)),
+    "ids outside the vocabulary": (lambda rank: beyond(97, first="input_ids"), ("input_ids: 1 outside",)),
+    "negative ids": (lambda rank: beyond(-1, first="input_ids"), ("input_ids: 1 outside",)),
+    "labels outside the vocabulary": (lambda rank: beyond(97, first="labels"), ("labels: 1 outside",)),
+    "negative labels": (lambda rank: beyond(-1, first="labels"), ("labels: 1 outside",)),
+    "shifted labels outside the vocabulary": (
+        lambda rank: {"input_ids": token_ids(), "shift_labels": beyond(97, first="labels")["labels"].roll(-3, 1)},
+        ("labels: 1 outside",),
+    ),
+    "seq_idx alone": (
+        partial(one_row_all, seq_idx=(torch.arange(LENGTH) > 8).int()[None]),
+        ("seq_idx", "cu_seq_lens_q"),
+    ),
     "ids and embeddings": (partial(embedded, only=None, keep_ids=True), ("input_ids", "inputs_embeds", "one of")),
     "ids and embeddings on one rank": (partial(embedded, only=1, keep_ids=True), ("inputs_embeds", "rank 1")),
     "no inputs": (partial(without, ("input_ids",), only=None), ("input_ids", "inputs_embeds")),
@@ -245,6 +283,18 @@ FORWARDS: dict[str, tuple[Callable[[int], dict[str, Any]], tuple[str, ...]]] = {
         ("position_ids", "[2, 18]"),
     ),
 }
+
+
+def first_label(rank: int, size: int) -> float:
+    """The first label of a row predicts nothing, and the stock model does not look at it either."""
+    batch = right_batch()
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][:, 0] = 97
+    return bound_model()(**batch).loss.item()
+
+
+def test_a_first_label_is_not_looked_at(world: Worlds) -> None:
+    assert world(2).run(first_label) == pytest.approx([right_loss()] * 2, rel=1e-5)
 
 
 def refused_forward(rank: int, size: int, name: str) -> str:

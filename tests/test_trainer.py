@@ -14,6 +14,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
+from test_families import small_model as sparse_model
+from test_parity import TWO_LAYERS
 from torch import Tensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.utils.data import IterableDataset
@@ -38,11 +40,18 @@ from training_runs import (
     train_on_one_process,
     whole_weights,
 )
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5ForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.trainer_callback import TrainerCallback
 
 import hf_cp
-from hf_cp.testing import World
+from hf_cp.testing import World, tiny_qwen3_5
 
 Worlds = Callable[..., World]
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -77,6 +86,50 @@ RUNS = [
     Run(DDP_2X2, accumulation=4, steps=FEW),
     Run(Layout("fsdp2", dp_shard=2), steps=FEW),  # patched, no context parallelism
 ]
+
+
+# name: (model, its decoder layer)
+OTHER_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "untied head": (functools.partial(tiny_qwen3_5, **TWO_LAYERS, tie_word_embeddings=False), "Qwen3_5DecoderLayer"),
+    "experts": (
+        functools.partial(sparse_model, "Qwen3_5Moe", **TWO_LAYERS, output_router_logits=True),
+        "Qwen3_5MoeDecoderLayer",
+    ),
+    "experts of Next": (
+        functools.partial(sparse_model, "Qwen3Next", **TWO_LAYERS, output_router_logits=True),
+        "Qwen3NextDecoderLayer",
+    ),
+}
+
+
+def train_other(run: Run, name: str) -> Curve:
+    build, layer = OTHER_MODELS[name]
+    environment = {**environment_of(run), "FSDP_TRANSFORMER_CLS_TO_WRAP": layer}
+    with launched(environment), tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(run, folder, model=patched(build(), run.layout))
+        trainer.train()
+        return curve_of(trainer)
+
+
+def train_other_on_rank(rank: int, size: int, *arguments: Any) -> Curve:
+    return train_other(*arguments)
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_other_models_equal_one_process(world: Worlds, name: str) -> None:
+    """With the router's loss: its gradient norm is that of one process, too."""
+    for run in (Run(FSDP_CP2, steps=FEW), Run(DDP_CP2, steps=FEW, count_items=False)):
+        expected = train_other(run.on_one_process(), name)
+        assert_moves(expected, run.steps, run.clip)
+        assert_same_curve(world(2).run(train_other_on_rank, run, name, timeout=150), expected)
+
+
+def test_router_loss_equals_stock_data_parallelism(world: Worlds) -> None:
+    """Trainer multiplies the router's loss by the data-parallel ranks, and no further."""
+    habits: dict[str, Any] = {"steps": FEW, "accumulation": 2}
+    stock = world(2).run(train_other_on_rank, Run(Layout("ddp", dp_replicate=2, stock=True), **habits), "experts")
+    found = world(4).run(train_other_on_rank, Run(DDP_2X2, **habits), "experts", timeout=150)
+    assert_same_curve(found, stock[0])
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
@@ -231,6 +284,47 @@ class LooksIn(TrainerCallback):
         )
 
 
+class Toggles(TrainerCallback):
+    """Checkpointing in every other step, and an evaluation after each."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> Any:
+        model = getattr(model, "module", model)
+        if state.global_step % 2:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.gradient_checkpointing_disable()
+        control.should_evaluate = True
+        return control
+
+
+class Wider(Rows):
+    """Rows with columns that the model knows nothing of."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return super().__getitem__(index) | {"row": torch.tensor(index), "score": torch.ones(3)}
+
+
+class SumsOfBatches:
+    """Metrics that are told batch by batch."""
+
+    def __init__(self) -> None:
+        self.sums = [0.0, 0.0, 0.0]
+
+    def __call__(self, prediction: Any, compute_result: bool) -> dict[str, float]:
+        logits, labels = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
+        found = (len(labels), (labels != -100).sum().item(), logits.double().square().sum().item())
+        self.sums = [a + b for a, b in zip(self.sums, found, strict=True)]
+        if not compute_result:
+            return {}
+        (rows, labels, squares), self.sums = self.sums, [0.0, 0.0, 0.0]
+        return {"rows": rows, "labels": labels, "squares": squares}
+
+
+def of_inputs_and_losses(prediction: Any) -> dict[str, float]:
+    inputs, losses = torch.as_tensor(prediction.inputs), torch.as_tensor(prediction.losses)
+    return {"inputs": inputs.sum().item(), "rows": len(inputs), "losses": losses.sum().item(), "count": len(losses)}
+
+
 class Counted(Trainer):
     """A `compute_loss` that adds to Trainer's own."""
 
@@ -265,6 +359,15 @@ class Divides(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+def ragged_in_one_row() -> dict[str, Any]:
+    """Rows of many lengths, packed; the stock model, which cannot pack, gets them padded."""
+    packs = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    return {"train_dataset": Ragged(8, 63), "eval_dataset": Ragged(5, 63, seed=1), "data_collator": packs}
+
+
+PACKED: dict[str, Any] = {"include_num_input_tokens_seen": "non_padding"}
+EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+
 # name: (options of Trainer, what else it is given, its class)
 HABITS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], type[Trainer]]] = {
     "noise on embeddings": ({"neftune_noise_alpha": 5.0}, dict, Trainer),
@@ -280,6 +383,29 @@ HABITS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], type[Train
     "division by the count": ({}, dict, Divides),
     "division by the count of one device": ({"average_tokens_across_devices": False}, dict, Divides),
     "evaluated before": ({"bf16": False}, dict, Trainer),
+    "checkpointing toggled, evaluated by a callback": ({}, lambda: {"callbacks": [Toggles()]}, Trainer),
+    "other columns kept": ({"remove_unused_columns": False}, lambda: {"train_dataset": Wider(8, 63)}, Trainer),
+    "grouped by length": (
+        {"train_sampling_strategy": "group_by_length", "include_num_input_tokens_seen": "non_padding"},
+        lambda: {"train_dataset": Ragged(8, 63), "data_collator": pad_right},
+        Trainer,
+    ),
+    "metrics of batches": (
+        EVALUATED | {"batch_eval_metrics": True},
+        lambda: {"compute_metrics": SumsOfBatches()},
+        Trainer,
+    ),
+    "metrics of inputs and losses": (
+        EVALUATED | {"include_for_metrics": ["inputs", "loss"], "eval_on_start": True},
+        lambda: {"compute_metrics": of_inputs_and_losses},
+        Trainer,
+    ),
+    "packed": (PACKED, ragged_in_one_row, Trainer),
+    "packed, smoothed, accumulated": (
+        PACKED | EVALUATED | {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2},
+        ragged_in_one_row,
+        Trainer,
+    ),
 }
 CLOCK = ("runtime", "per_second", "flos")
 
@@ -287,10 +413,13 @@ CLOCK = ("runtime", "per_second", "flos")
 def with_habits(layout: Layout | None, names: list[str]) -> dict[str, list[dict[str, float]]]:
     logs = {}
     for name in names:
-        options, extra, trainer_class = HABITS[name]
+        options, make_extra, trainer_class = HABITS[name]
+        extra = make_extra()
+        if layout is None and name.startswith("packed"):
+            extra["data_collator"] = pad_right
         run = Run(layout, steps=2, options=tuple(options.items()))
         with launched(environment_of(run)), tempfile.TemporaryDirectory() as folder:
-            trainer = make_trainer(run, folder, **extra())
+            trainer = make_trainer(run, folder, **extra)
             trainer.__class__ = trainer_class
             if name == "evaluated before":
                 trainer.evaluate()
@@ -310,7 +439,8 @@ def with_habits_on_rank(rank: int, size: int, layout: Layout, names: list[str]) 
 
 def test_habits_equal_one_process(world: Worlds) -> None:
     expected = with_habits(None, list(HABITS))
-    for layout, names in ((DDP_CP2, list(HABITS)), (FSDP_CP2, list(HABITS)[:1])):
+    fsdp = [name for name in HABITS if name.startswith(("noise", "callback", "packed", "checkpointing"))]
+    for layout, names in ((DDP_CP2, list(HABITS)), (FSDP_CP2, fsdp)):
         for logs in world(2).run(with_habits_on_rank, layout, names, timeout=120):
             for name in names:
                 for found, right in zip(logs[name], expected[name], strict=True):

@@ -90,6 +90,8 @@ def forward(module: Any, stock_forward: Any, *args: Any, **kwargs: Any) -> Any:
         language_model(module.model),
         arguments,
         labels=labels if shifted is None else shifted,
+        shifted=shifted is not None,
+        vocabulary=getattr(module.lm_head, "out_features", None),
         kind=1 + 2 * (labels is not None) + 4 * (shifted is not None) + 8 * want_logits + 16 * want_routing,
         refusal=refusal,
         num_items_in_batch=num_items.count if isinstance(num_items, TrainerItemCount) else num_items,

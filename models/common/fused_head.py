@@ -85,6 +85,8 @@ def _score(module: Any, fused: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         language_model(module.model),
         arguments,
         labels=labels if shifted is None else shifted,
+        shifted=shifted is not None,
+        vocabulary=getattr(module.lm_head, "out_features", None),
         kind=64 + 2 * (shifted is None) + 16 * bool(routing),
         refusal=refusal,
         num_items_in_batch=num_items.count if isinstance(num_items, TrainerItemCount) else num_items,

@@ -18,6 +18,7 @@ from hf_cp.compilation import outside_graphs
 from hf_cp.context import CpContext
 from hf_cp.entry import agree
 from hf_cp.layout import ShardLayout, cu_seqlens_from_position_ids
+from hf_cp.loss import IGNORE_INDEX
 from hf_cp.mesh import CpMesh
 from hf_cp.modes.segments import groups, packed_segments, padded_segments, queries_between
 from hf_cp.startup import announce
@@ -61,11 +62,35 @@ class Whole:
 
     @functools.cached_property
     def packed(self) -> bool:
-        """Several documents in a row: boundaries were given, or positions restart where nothing is padded."""
+        """Several documents in a row: boundaries were given, or positions restart between kept tokens."""
         if self.cu_seqlens is not None:
             return True
         positions = self.text_position_ids
-        return positions is not None and not self.padded and bool((positions[:, 1:] == 0).any())
+        if positions is None:
+            return False
+        restarts = positions[:, 1:] == 0
+        if self.padded:
+            assert self.attention_mask is not None
+            kept = self.attention_mask != 0
+            restarts = restarts & kept[:, 1:] & kept[:, :-1]
+        return bool(restarts.any())
+
+    @functools.cached_property
+    def boundaries(self) -> torch.Tensor | None:
+        """Document boundaries of a packed row, ``[N+1]``, given or from positions; ``None`` where nothing is packed."""
+        if not self.packed or self.cu_seqlens is not None:
+            return self.cu_seqlens
+        assert self.text_position_ids is not None
+        return cu_seqlens_from_position_ids(self.text_position_ids)
+
+    def drops_before_kept(self) -> bool:
+        """Whether padding comes before other tokens of its document, in a packed row: only the mask would know."""
+        if not self.padded or self.boundaries is None:
+            return False
+        assert self.attention_mask is not None
+        kept = self.attention_mask[0] != 0
+        begins = (kept[1:] & ~kept[:-1]).nonzero().flatten() + 1
+        return not set(begins.tolist()) <= set(self.boundaries.tolist())
 
 
 def is_cached(arguments: CallArguments) -> bool:
@@ -142,6 +167,12 @@ def _misshapen(arguments: CallArguments, labels: torch.Tensor | None) -> str | N
     wanted = "[batch, sequence]" if name == "input_ids" else "[batch, sequence, hidden]"
     if inputs.ndim != wanted.count(",") + 1:
         return f"{name} of shape {list(inputs.shape)}: give {wanted}"
+    if name == "input_ids" and inputs.is_floating_point():
+        return f"input_ids of {inputs.dtype}: give whole numbers, or inputs_embeds"
+    boundaries = arguments.get("cu_seq_lens_q")
+    if boundaries is not None and (not isinstance(boundaries, torch.Tensor) or boundaries.ndim != 1):
+        kind = f"shape {list(boundaries.shape)}" if isinstance(boundaries, torch.Tensor) else type(boundaries).__name__
+        return f"cu_seq_lens_q of {kind}: give a tensor [documents + 1]"
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         kind = f"{mask.ndim} dimensions" if isinstance(mask, torch.Tensor) else f"type {type(mask).__name__}"
@@ -160,6 +191,11 @@ def _unsupported(module: Any, arguments: CallArguments, whole: Whole) -> str | N
     state = module._hf_cp
     if whole.packed and whole.inputs.shape[0] != 1:
         return f"batch size {whole.inputs.shape[0]}: packed documents need batch size 1; concatenate the rows"
+    if whole.drops_before_kept():
+        return "attention_mask drops tokens before others of their packed document: leave them out of the row"
+    seq_idx = arguments.get("seq_idx")
+    if seq_idx is not None and not whole.packed and bool((seq_idx[..., 1:] != seq_idx[..., :-1]).any()):
+        return "seq_idx alone does not part documents here: give cu_seq_lens_q, or position_ids that restart"
     attentions = arguments.get("output_attentions")
     if module.config.output_attentions if attentions is None else attentions:
         return "output_attentions=True: attention weights are not computed over a sharded sequence; leave it out"
@@ -173,12 +209,26 @@ def _unsupported(module: Any, arguments: CallArguments, whole: Whole) -> str | N
     return None
 
 
+def _outside(
+    module: Any, whole: Whole, targets: torch.Tensor | None, vocabulary: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many ids, and how many targets, are outside the vocabulary, int64 scalars."""
+    ids = labels = torch.zeros((), dtype=torch.int64)
+    if not whole.inputs.is_floating_point():
+        ids = (whole.inputs.clamp(0, module.embed_tokens.weight.shape[0] - 1) != whole.inputs).sum()
+    if targets is not None and vocabulary is not None:
+        labels = ((targets != IGNORE_INDEX) & (targets.clamp(0, vocabulary - 1) != targets)).sum()
+    return ids, labels
+
+
 @outside_graphs
 def open_context(
     module: Any,
     arguments: CallArguments,
     *,
     labels: torch.Tensor | None = None,
+    shifted: bool = False,
+    vocabulary: int | None = None,
     labels_by_row: bool = False,
     kind: int = 0,
     refusal: str | None = None,
@@ -189,6 +239,8 @@ def open_context(
     Args:
         module: the patched decoder.
         labels: ``[B, T]``, part of what must agree.
+        shifted: each label stands where it is predicted, so that the first one counts too.
+        vocabulary: how many labels there are, or ``None`` where it is not known.
         labels_by_row: labels are ``[B, ...]``, not one a token.
         kind: what is asked, as a small integer equal on all ranks.
         refusal: a reason of the caller's own not to run the call.
@@ -201,11 +253,18 @@ def open_context(
     announce(module, state)
     mesh = state.mesh
     whole = _read_whole(arguments)
+    refusal = (
+        refusal or _misshapen(arguments, None if labels_by_row else labels) or _unsupported(module, arguments, whole)
+    )
+    outside = None
+    if refusal is None and mesh.cp_size > 1:
+        # The first label of a row that is not shifted yet predicts nothing.
+        targets = None if labels is None or vocabulary is None else labels if shifted else labels[:, 1:]
+        outside = _outside(module, whole, targets, vocabulary)
     agree(
         mesh,
-        refusal=refusal
-        or _misshapen(arguments, None if labels_by_row else labels)
-        or _unsupported(module, arguments, whole),
+        refusal=refusal,
+        outside=outside,
         inputs=whole.inputs,
         position_ids=whole.position_ids,
         cu_seq_lens_q=whole.cu_seqlens,
@@ -221,11 +280,8 @@ def open_context(
     if not whole.packed:
         segments = _segments(module, layout, whole, None)
         return CpContext(state.config, mesh, layout, layout.one_document(), None, positions, segments), whole
-    cu_seqlens = whole.cu_seqlens
-    if cu_seqlens is None:
-        assert positions is not None
-        cu_seqlens = cu_seqlens_from_position_ids(positions)
-        assert cu_seqlens is not None
+    cu_seqlens = whole.boundaries
+    assert cu_seqlens is not None
     documents = layout.local_cu_seqlens(cu_seqlens)
     positions = layout.document_positions(cu_seqlens)
     padded = layout.pad_cu_seqlens(cu_seqlens)
