@@ -148,3 +148,48 @@ def replay_case(rank: int, size: int, reentrant: bool) -> None:
 def test_checkpointing_replays_one_chain_a_layer(world: Worlds, reentrant: bool) -> None:
     world(2).run(replay_case, reentrant)
     world(4).run(replay_case, reentrant)
+
+
+READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero")
+
+
+def counting(method: Callable[..., Any], counts: list[int]) -> Callable[..., Any]:
+    """The method, whose calls the last of the counts tells."""
+
+    def counted(*args: Any) -> Any:
+        counts[-1] += 1
+        return method(*args)
+
+    return counted
+
+
+def host_reads_case(rank: int, size: int, linear: str, attention: str, layers: int) -> list[int]:
+    """How often the host looks at a tensor in a step, dense and with padding: a wait, where it lies on a GPU."""
+    model = patched(
+        linear,
+        attention,
+        num_hidden_layers=4 * layers,
+        layer_types=[*["linear_attention"] * 3, "full_attention"] * layers,
+    )
+    ids = ids_of(LENGTH)
+    mask = torch.ones_like(ids)
+    mask[0, -5:] = 0
+    counts: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in READS:
+            patch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name), counts))
+        for inputs in ({}, {"attention_mask": mask}):
+            counts.append(0)
+            model(input_ids=ids, labels=ids, **inputs).loss.backward()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("linear", "attention"), [("p2p", "ulysses"), ("allgather", "allgather"), ("ulysses", "ulysses")]
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_layers_do_not_make_the_host_wait(world: Worlds, size: int, linear: str, attention: str) -> None:
+    """Where it looks at a tensor at all, it does so once a call, not once a layer."""
+    assert world(size).run(host_reads_case, linear, attention, 1) == world(size).run(
+        host_reads_case, linear, attention, 2
+    )

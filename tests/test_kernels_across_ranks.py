@@ -12,6 +12,7 @@ from torch import Tensor
 
 import hf_cp
 from hf_cp.config import PatchConfig
+from hf_cp.kernels.gdn import chunk_gated_delta_rule, layer
 from hf_cp.testing import World, relative_error, tiny_qwen3_5
 
 Worlds = Callable[..., World]
@@ -95,6 +96,65 @@ def test_gpu_kernels_in_a_model(world: Worlds, size: int, backend: str, dtype: t
         if not error[0] <= (1e-4 if dtype == torch.float32 else WORST * error[1] + SLACK)
     }
     assert not bad, bad
+
+
+def steps_that_wait_for_nothing(rank: int, size: int, backend: str) -> None:
+    """Forward and backward, once everything is compiled; and a layer's operators over packed documents."""
+    model = hf_cp.patch(model_of(backend, torch.bfloat16), gdn_backend=backend)
+    ids = token_ids(1000)
+    q, k = (torch.randn(1, 1000, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    v = torch.randn(1, 1000, 4, 128, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    g, beta = -torch.rand(1, 1000, 4, device="cuda"), torch.rand(1, 1000, 4, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.tensor(DOCUMENTS, device="cuda", dtype=torch.int32)
+    weight = torch.randn(512, 4, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        (x,) = layer.causal_conv1d(v.flatten(2), weight, cu_seqlens=offsets, backend=backend)
+        o, _ = chunk_gated_delta_rule(q, k, x.view_as(v), g, beta, cu_seqlens=offsets, backend=backend)
+        o.sum().backward()
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("backend", ["triton", "gluon"])
+def test_gpu_steps_wait_for_nothing(world: Worlds, backend: str) -> None:
+    world(1).run(steps_that_wait_for_nothing, backend, timeout=300)
+
+
+def compiled_by_lengths(rank: int, size: int, backend: str) -> list[str]:
+    """What Triton compiles in steps of 50 lengths, after two whose lengths have nothing in common."""
+    from triton import knobs  # pyright: ignore[reportMissingImports]
+
+    model = hf_cp.patch(model_of(backend, torch.bfloat16), gdn_backend=backend)
+    for length in (1000, 7):
+        quantities(model, input_ids=token_ids(length))
+    names: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(knobs.runtime, "jit_cache_hook", lambda **what: names.append(what["repr"]))
+        for length in range(2, 2000, 40):
+            quantities(model, input_ids=token_ids(length))
+        found = list(names)
+        # A size that nothing else has: what is compiled is seen.
+        x = torch.randn(2, 3, 24, device="cuda")
+        layer.gated_rms_norm(x, x, x[0, 0].contiguous(), 1e-6, backend="triton")
+        assert len(names) > len(found)
+    return found
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("backend", ["triton", "gluon"])
+def test_gpu_no_length_is_compiled_for(world: Worlds, backend: str) -> None:
+    (names,) = world(1).run(compiled_by_lengths, backend, timeout=300)
+    assert not names, names
 
 
 def cached(rank: int, size: int, backend: str) -> dict[str, float]:

@@ -224,6 +224,23 @@ def test_memory_and_accuracy_at_a_large_vocabulary(backend: str) -> None:
     assert relative_error(hidden.grad[part], exact.grad) < 1e-2
 
 
+@pytest.mark.gpu(1)
+def test_memory_of_the_plain_loss_at_a_large_vocabulary() -> None:
+    """What the chunks are for: the same loss, all logits at once and in fp32 as stock has them."""
+    tokens, dim, vocab = 32768, 1024, 248_320
+    if torch.cuda.get_device_properties(0).total_memory < 130e9:
+        pytest.skip("needs 130 GB of GPU memory")
+    hidden = torch.randn(tokens, dim, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocab, dim, device="cuda") * 0.03).bfloat16().requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    F.cross_entropy((hidden @ weight.mT).float(), targets, reduction="sum").backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"peak {peak / 2**30:.2f} GiB")
+    assert peak > 30e9
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "interpret":
         prepare_interpreter()
