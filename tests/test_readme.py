@@ -70,6 +70,19 @@ def test_commands_name_what_exists(text: str) -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_features_name_tests_that_exist() -> None:
+    tests = ROOT / "tests"
+    rows = [line for line in (tests / "README.md").read_text().splitlines() if line.startswith("| ")]
+    count = 0
+    for row in rows:
+        content = ""
+        for file, name in re.findall(r"\b(test_\w+\.py)|\b(test_\w+)", row.rsplit("|", 2)[1]):
+            content = (tests / file).read_text() if file else content
+            assert file or f"def {name}(" in content, f"{name} of {row}"
+            count += bool(name)
+    assert count > len(rows)
+
+
 def test_lines_of_the_command_are_understood() -> None:
     lines = [line for block in blocks(README, "sh") for line in block.splitlines() if line.startswith("hf-cp ")]
     assert {line.split()[1] for line in lines} == set(COMMANDS)
