@@ -189,6 +189,10 @@ def _step_table(arguments: argparse.Namespace, size: int) -> Callable[[Ranks, Em
     arguments.precision = arguments.precision or ("mixed" if size > 1 or arguments.lora else "bf16")
     if arguments.compile and size > 1:
         raise ValueError("--compile is for one device: start it without torchrun")
+    if arguments.documents < 1:
+        raise ValueError(f"--documents {arguments.documents}: give a positive number")
+    if arguments.documents > 1 and any(code == "stock" for code, _ in asked):
+        raise ValueError(f"--documents {arguments.documents}: stock does not pack: give --layer-code without it")
     if arguments.lora < 0:
         raise ValueError(f"--lora {arguments.lora}: give a positive rank, or 0 for none")
     if arguments.lora:
@@ -237,6 +241,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab", type=int, help="for steps, instead of the model's own")
     parser.add_argument("--checkpointing", default="off", help="for steps: off, full or off,full")
     parser.add_argument("--precision", choices=("mixed", "bf16", "fp32"), help="of weights; fp32 for trajectories only")
+    parser.add_argument("--documents", type=int, default=1, help="for steps: packed into the row")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="for steps: adapters beside frozen weights")
     parser.add_argument("--compile", action="store_true", help="for steps on one device: torch.compile of the model")
     parser.add_argument("--liger", action="store_true", help="for steps: norms and MLPs on Liger's kernels")

@@ -83,6 +83,7 @@ class Case:
         liger: whether norms and MLPs run on Liger's kernels.
         lora: rank of adapters on every linear module but the head, all other weights frozen in bf16; 0 for none.
         compiled: whether `torch.compile` gets the model.
+        documents: packed into the row, of one length but for the last.
     """
 
     name: str
@@ -96,11 +97,13 @@ class Case:
     liger: bool = False
     lora: int = 0
     compiled: bool = False
+    documents: int = 1
 
     @property
     def code(self) -> str:
         """What computes the layers, as a row shows it."""
         beside = {"liger": self.liger, f"lora {self.lora}": self.lora, "compiled": self.compiled}
+        beside[f"{self.documents} documents"] = self.documents > 1
         return ", ".join([self.implementation, *(name for name, there in beside.items() if there)])
 
     @property
@@ -246,14 +249,19 @@ def spread(model: Any, case: Case, ranks: Ranks) -> Any:
     return fully_shard(model, mesh=device_mesh, mp_policy=policy)
 
 
-def token_ids(shape: ModelShape, tokens: int, device: str | torch.device) -> torch.Tensor:
+def inputs_of(case: Case, tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """A row of random tokens, its labels, and for packed documents positions that restart, ``[1, tokens]`` each."""
     generator = torch.Generator(device).manual_seed(1)
-    return torch.randint(0, shape.vocab, (1, tokens), device=device, generator=generator)
+    ids = torch.randint(0, case.shape.vocab, (1, tokens), device=device, generator=generator)
+    inputs = {"input_ids": ids, "labels": ids}
+    if case.documents > 1:
+        inputs["position_ids"] = torch.arange(tokens, device=device)[None] % -(-tokens // case.documents)
+    return inputs
 
 
-def _loss_and_gradients(model: Any, ids: torch.Tensor, autocast: bool = False) -> dict[str, torch.Tensor]:
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
-        loss = model(input_ids=ids, labels=ids).loss
+def _loss_and_gradients(model: Any, inputs: dict[str, torch.Tensor], autocast: bool = False) -> dict[str, torch.Tensor]:
+    with torch.autocast(inputs["input_ids"].device.type, torch.bfloat16, enabled=autocast):
+        loss = model(**inputs).loss
     loss.backward()
     found = {"loss": loss.detach()}
     for name, p in model.named_parameters():
@@ -268,7 +276,7 @@ def exact(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, tor
     """Loss, gradients and their norm of a short model of these widths in fp64, its weights rounded to ``dtype``."""
     shape = replace(case.shape, layer_types=CHECKED_LAYERS)
     model = prepare(make_model(shape, device, dtype, case.lora).double(), "eager")
-    return _loss_and_gradients(model, token_ids(shape, CHECKED_TOKENS, device))
+    return _loss_and_gradients(model, inputs_of(case, CHECKED_TOKENS, device))
 
 
 def errors(case: Case, ranks: Ranks, dtype: torch.dtype, expected: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -281,7 +289,7 @@ def errors(case: Case, ranks: Ranks, dtype: torch.dtype, expected: dict[str, tor
         model = prepare(model_of(case, shape, ranks.device, dtype), case.implementation, case.compiled)
     # Without adapters, weights of one device are rounded before.
     autocast = bool(case.lora) and not sharded and dtype == torch.bfloat16
-    found = _loss_and_gradients(model, token_ids(shape, CHECKED_TOKENS, ranks.device), autocast)
+    found = _loss_and_gradients(model, inputs_of(case, CHECKED_TOKENS, ranks.device), autocast)
     distances = [float((found[name].double() - x).norm() / x.norm()) for name, x in expected.items()]
     return dict(zip(expected, ranks.largest(distances), strict=True))
 
@@ -303,10 +311,12 @@ def refusal(found: dict[str, float], stock: dict[str, float]) -> str | None:
     return None
 
 
-def train_step(model: Any, optimizer: Any, ids: torch.Tensor, mixed: bool, mark: Callable[[], None]) -> None:
+def train_step(
+    model: Any, optimizer: Any, inputs: dict[str, torch.Tensor], mixed: bool, mark: Callable[[], None]
+) -> None:
     """One step as Trainer takes it, marked where forward and backward end."""
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=mixed):
-        loss = model(input_ids=ids, labels=ids).loss
+    with torch.autocast(inputs["input_ids"].device.type, torch.bfloat16, enabled=mixed):
+        loss = model(**inputs).loss
     mark()
     loss.backward()
     mark()
@@ -358,14 +368,15 @@ def _measured(case: Case, ranks: Ranks, traces: Path | None) -> dict[str, Any]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.01, fused=True)
-    ids = token_ids(case.shape, case.tokens, ranks.device)
+    inputs = inputs_of(case, case.tokens, ranks.device)
+    shorter = {name: x[:, : WARM_UP_TOKENS * ranks.size] for name, x in inputs.items()}
     warm_up, repeats = case.repeats
     for _ in range(warm_up):
-        train_step(model, optimizer, ids[:, : WARM_UP_TOKENS * ranks.size], autocast, lambda: None)
+        train_step(model, optimizer, shorter, autocast, lambda: None)
     ranks.forget_peaks()
 
     def step(mark: Callable[[], None]) -> None:
-        train_step(model, optimizer, ids, autocast, mark)
+        train_step(model, optimizer, inputs, autocast, mark)
 
     timing = timed(step, ranks, 0, repeats)
     row: dict[str, Any] = {
@@ -466,7 +477,7 @@ def cases(arguments: Any, variants: Sequence[tuple[str, dict[str, str]]], ranks:
         if arguments.vocab:
             shape = replace(shape, vocab=arguments.vocab)
         how: Any = (checkpointing == "full", arguments.precision, (3, 10), settings)
-        how = (*how, arguments.liger, arguments.lora, arguments.compile)
+        how = (*how, arguments.liger, arguments.lora, arguments.compile, arguments.documents)
         case = Case(name, shape, implementation, 8192, *how)
         length = longest(shape, case.training(ranks), room) if tokens == "longest" else int(tokens)
         case = replace(case, tokens=length)
@@ -489,8 +500,9 @@ def check(found: Sequence[Case], ranks: Ranks, say: Callable[[str], None]) -> No
         different = {(case.implementation, case.mode): case for case in found if case.name == name}
         sample = next(iter(different.values()))
         expected = exact(sample, ranks.device, dtype)
-        plain = replace(sample, implementation="stock", liger=False, compiled=False)
-        stock = errors(plain, ranks, dtype, expected)
+        # Stock does not pack documents: its error is that of one.
+        plain = replace(sample, implementation="stock", liger=False, compiled=False, documents=1)
+        stock = errors(plain, ranks, dtype, expected if sample.documents == 1 else exact(plain, ranks.device, dtype))
         for (_, mode), case in different.items():
             if case.code == plain.code:
                 continue

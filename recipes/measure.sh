@@ -36,6 +36,7 @@ phases() {
     phase step_compiled     1 300 $step --models 0.8B --tokens 8192,32768 --compile
     phase step_4b           1 150 $step --models 4B --tokens 8192,32768 --checkpointing full --liger
     phase step_longest      1 300 $step --models 0.8B --tokens 262144,longest --checkpointing full --precision mixed
+    phase step_packed       1 200 $step --models 0.8B --tokens 131072 --documents 64 --checkpointing full --precision mixed
     phase step_lora         1 200 $step --models 0.8B,4B --tokens 8192,32768 --checkpointing off,full --lora 16
 
     # recipes/README.md, trajectories; processes that share a GPU, then one each

@@ -83,8 +83,8 @@ def test_a_step_that_fails_its_check_is_not_timed(
 ) -> None:
     right = bench_step.prepare
 
-    def prepare(model: Any, implementation: str) -> Any:
-        model = right(model, implementation)
+    def prepare(model: Any, implementation: str, *others: Any) -> Any:
+        model = right(model, implementation, *others)
         if implementation == "eager" and model.dtype == torch.float32:
             model.model.layers[0].linear_attn.in_proj_qkv.weight.register_hook(lambda gradient: 1.2 * gradient)
         return model
@@ -142,6 +142,24 @@ def test_steps_of_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for options, said in ((["--precision", "bf16"], "--lora: --precision bf16: "), (["--lora", "-1"], "--lora -1: ")):
         assert main([*STEP, "--lora", "4", *options]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_steps_of_packed_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = [*STEP, "--documents", "3", "--tokens", "50"]
+    assert main(packed) == 2
+    assert "--documents 3: stock does not pack" in capsys.readouterr().err
+    assert main([*packed, "--layer-code", "eager", "--out", str(tmp_path)]) == 0
+    assert "tiny: eager, 3 documents is at most" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "step.json").read_text())["rows"]
+    assert {row["layer code"] for row in rows} == {"eager, 3 documents"}
+    case = bench_step.Case("tiny", bench_step.TINY, "eager", 50, False, "mixed", (0, 1), documents=3)
+    positions = bench_step.inputs_of(case, 50, torch.device("cpu"))["position_ids"]
+    assert positions.tolist() == [[*range(17), *range(17), *range(16)]]
+    # They are what is computed: one document of as many tokens has another loss.
+    losses = [
+        bench_step.exact(x, torch.device("cpu"), torch.float32)["loss"] for x in (case, replace(case, documents=1))
+    ]
+    assert abs(losses[0] / losses[1] - 1) > 1e-6
 
 
 def test_steps_of_a_compiled_model(
