@@ -25,8 +25,8 @@ phases() {
     phase tests_fused_model 2 120 $run 2 tests/fused_model_ranks.py symmetric
 
     # kernels/gdn/README.md
-    phase gdn               1 590 $gdn --backends flash_qla,gluon,triton,eager --shapes 8192:16:32,32768:16:32,65536:16:32,32768:32:32,32768:2:4
-    phase gdn_fla           1 590 $gdn --backends fla,gluon --shapes 8192:16:32,32768:16:32
+    phase gdn               1 590 $gdn --backends flash_qla,gluon,triton,eager --out FOLDER/gdn.jsonl
+    phase gdn_fla           1 590 $gdn --backends fla,gluon --tokens 8192,32768 --heads 16:32 --out FOLDER/gdn_fla.jsonl
     phase layer             1 300 $bench --layer-code gluon,triton,stock --tokens 8192,32768
 
     # recipes/README.md, one GPU

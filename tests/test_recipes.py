@@ -34,6 +34,7 @@ from transformers import (
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from hf_cp import bench, cli
+from hf_cp.kernels.gdn import bench as gdn_bench
 from hf_cp.planning.launch import script_options
 from hf_cp.planning.memory import Training
 from hf_cp.testing import free_port
@@ -433,7 +434,7 @@ def measure(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
 
 
-def test_phases_of_measuring_are_commands_that_exist() -> None:
+def test_phases_of_measuring_are_commands_that_exist(tmp_path: Path) -> None:
     listed = measure("--list")
     assert listed.returncode == 0, listed.stderr
     lines = [line.split(maxsplit=3) for line in listed.stdout.splitlines()]
@@ -447,8 +448,11 @@ def test_phases_of_measuring_are_commands_that_exist() -> None:
             assert (RECIPES.parent / path).exists(), path
         for module in re.findall(r"-m (hf_cp\S+)", command):
             assert importlib.util.find_spec(module), module
-        if "-m hf_cp.bench " in command:
-            parser.parse_args(shlex.split(command.partition("-m hf_cp.bench ")[2]))
+        _, _, options = command.partition("-m hf_cp.bench ")
+        parser.parse_args(shlex.split(options))
+        _, kernels, options = command.partition("-m hf_cp.kernels.gdn.bench ")
+        if kernels:
+            gdn_bench.parse(shlex.split(options.replace("FOLDER", str(tmp_path))))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
