@@ -47,14 +47,49 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    "block", blocks(README, "python"), ids=lambda block: f"line{README[: README.index(block)].count(chr(10))}"
-)
+BLOCKS = [
+    pytest.param(block, id=f"{name}-{index}")
+    for name, text in (("README", README), ("models", (ROOT / "models" / "README.md").read_text()))
+    for index, block in enumerate(blocks(text, "python"))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
 def test_python_block_runs(block: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PRELUDE + block)
     ranks = 2 if "cp_size=2" in block or "init_process_group" in block else 1
     run_script(script, ranks=ranks, environment={"ACCELERATE_USE_CPU": "true"})
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*/README.md")) + sorted(ROOT.glob("*/*/README.md")), ids=str)
+def test_links_and_files_exist(page: Path) -> None:
+    text = page.read_text()
+    for path in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", text):
+        assert (page.parent / path).exists(), path
+    # Files in the first column of a table lie in the page's folder or below, or are named from there or from the root.
+    for cell in re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE):
+        for name in re.findall(r"`([\w/.]+(?:\.(?:py|cuh?|md|yaml|sh|sbatch)|/))`", cell):
+            places = (page.parent / name, ROOT / name, *page.parent.rglob(Path(name).name))
+            assert any(place.exists() for place in places), name
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "hf_cp" / "README.md"], ids=str)
+def test_messages_are_those_of_the_code(page: Path) -> None:
+    sources = [*ROOT.glob("hf_cp/*.py"), *ROOT.glob("hf_cp/modes/*.py"), *ROOT.glob("models/**/*.py")]
+    sources += ROOT.glob("kernels/gdn/*.py")
+    # Texts that stand in several pieces, one a line, are one.
+    code = re.sub(r"[\"']\s*f?[\"']", "", "".join(path.read_text() for path in sources))
+    table = re.search(r"^\| message.*?\n\n", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert table is not None
+    messages = re.findall(r"^\| `([^`]+)` \|", table[0], re.MULTILINE)
+    assert messages
+    for message in messages:
+        # Between fields, which are numbers, names and what the page leaves out.
+        pieces = re.split(r"\.\.\.|\d+|[\"'].*?[\"']", message)
+        longest = max((piece.strip() for piece in pieces), key=len)
+        assert len(longest) > 8, message
+        assert longest in code, longest
 
 
 @pytest.mark.parametrize("text", [README, RECIPES_README], ids=["README", "recipes/README"])

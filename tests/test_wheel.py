@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SUFFIXES = {".py", ".cu", ".cuh", ".md"}
+SUFFIXES = {".py", ".cu", ".cuh", ".md", ".svg"}
 
 
 def run(*command: str | Path, cwd: Path) -> str:
