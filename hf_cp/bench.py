@@ -51,9 +51,23 @@ from .bench_ranks import Ranks, choose_device, joined, launched_size
 from .config import PatchConfig
 from .kernels.gdn.backend import check_served
 from .modes import projections
+from .planning.command import count
 from .planning.shape import FULL, LINEAR
-from .report import conditions, header_line, in_words, row_line, write
+from .report import conditions, header_line, in_words, make_folder, row_line, write
 
+# Options that not every table has, by the tables that do.
+SERVES = {
+    ("layer",): ("layer_type", "hidden", "heads", "dim"),
+    ("step",): ("layers", "vocab", "documents", "lora", "compile", "liger"),
+    ("step", "trajectory"): ("models", "checkpointing", "precision", "attention_mode"),
+    ("layer", "step"): ("projection_backend", "profile"),
+    ("trajectory",): (
+        *("steps", "one_device", "initial_weights", "gradients", "data", "reference", "repeat"),
+        *("deterministic", "bound_loss", "bound_norm"),
+    ),
+}
+# Those that say what travels: of layers and steps between ranks.
+BETWEEN_RANKS = ("modes", "attention_mode", "projection_backend")
 IMPLEMENTATIONS = ("stock", *PatchConfig.CHOICES["gdn_backend"])
 LAYER_TYPES = {"linear": LINEAR, "full": FULL}
 # Key and value heads with their dim, or query and key/value heads.
@@ -74,6 +88,30 @@ def _some(name: str, given: str, known: Sequence[str]) -> list[str]:
     return given.split(",")
 
 
+def _check_used(arguments: argparse.Namespace, size: int) -> None:
+    """Raise where an option is given that changes nothing.
+
+    Raises:
+        ValueError: another table's option, or one about exchanges where there is one process.
+    """
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = [name for name, value in vars(arguments).items() if value != parser.get_default(name)]
+    for tables, names in SERVES.items():
+        wrong = [name for name in names if name in given and arguments.table not in tables]
+        if wrong:
+            raise ValueError(
+                f"--{wrong[0].replace('_', '-')} with --table {arguments.table}: it has no effect there, leave it out "
+                f"or give --table {' or '.join(tables)}"
+            )
+    alone = [name for name in BETWEEN_RANKS if name in given]
+    if size == 1 and arguments.table != "trajectory" and alone:
+        raise ValueError(
+            f"--{alone[0].replace('_', '-')} on one device: it has no effect there, leave it out or start "
+            "torchrun --nproc-per-node 2 -m hf_cp.bench"
+        )
+
+
 def _lengths(arguments: argparse.Namespace, size: int, default: str) -> str:
     """Tokens of whole sequences, from --tokens or --local-tokens.
 
@@ -88,6 +126,8 @@ def _lengths(arguments: argparse.Namespace, size: int, default: str) -> str:
     lengths = []
     for part in given.split(","):
         if part == "longest" and arguments.table == "step" and not local:
+            if arguments.device == "cpu":
+                raise ValueError(f"--{name} has 'longest' with --device cpu: it fills a GPU's memory, give a number")
             lengths.append(part)
             continue
         if not part.isdecimal() or int(part) < 1:
@@ -106,6 +146,9 @@ def _variants(arguments: argparse.Namespace, size: int) -> list[Variant]:
         ValueError: an unknown name, or one that cannot run here.
     """
     codes = _some("layer-code", arguments.layer_code or ("triton" if size > 1 else "triton,stock"), IMPLEMENTATIONS)
+    for code in codes:
+        if code != "stock":
+            check_served(code)
     if size == 1:
         return [Variant(code) for code in codes]
     if "stock" in codes:
@@ -114,8 +157,6 @@ def _variants(arguments: argparse.Namespace, size: int) -> list[Variant]:
     known = PatchConfig.CHOICES[kind]
     modes = _some("modes", arguments.modes or ",".join(known), known)
     backends = _some("projection-backend", arguments.projection_backend, PatchConfig.CHOICES["projection_backend"])
-    for code in codes:
-        check_served(code)
     if "fused" in backends:
         projections.check_served()
     return [
@@ -131,7 +172,7 @@ def _layer_shape(arguments: argparse.Namespace) -> Any:
     """The layer that is asked for.
 
     Raises:
-        ValueError: heads that are no pair of numbers.
+        ValueError: heads that are no pair of numbers, of which one divides the other.
     """
     heads, dim = HEADS[arguments.layer_type]
     given = arguments.heads or heads
@@ -139,6 +180,11 @@ def _layer_shape(arguments: argparse.Namespace) -> Any:
     if len(parts) != 2 or not all(part.isdecimal() for part in parts):
         raise ValueError(f"--heads {given}: give two numbers, such as {heads}")
     pair = (int(parts[0]), int(parts[1]))
+    (few, many), kinds = (pair, "value heads, a multiple of the key heads")
+    if arguments.layer_type == "full":
+        (few, many), kinds = (pair[::-1], "query heads, a multiple of the key/value heads")
+    if not few or not many or many % few:
+        raise ValueError(f"--heads {given}: give {kinds}, such as {heads}")
     return bench_layer.shape_of(LAYER_TYPES[arguments.layer_type], arguments.hidden, pair, arguments.dim or dim)
 
 
@@ -191,6 +237,11 @@ def _step_table(arguments: argparse.Namespace, size: int) -> Callable[[Ranks, Em
         raise ValueError("--compile is for one device: start it without torchrun")
     if arguments.documents < 1:
         raise ValueError(f"--documents {arguments.documents}: give a positive number")
+    short = [
+        tokens for tokens in arguments.tokens.split(",") if tokens != "longest" and int(tokens) < arguments.documents
+    ]
+    if short:
+        raise ValueError(f"--documents {arguments.documents} in {short[0]} tokens: give fewer, or more tokens")
     if arguments.documents > 1 and any(code == "stock" for code, _ in asked):
         raise ValueError(f"--documents {arguments.documents}: stock does not pack: give --layer-code without it")
     if arguments.lora < 0:
@@ -233,12 +284,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--projection-backend", default="torch", help="between ranks: torch, fused or torch,fused")
     parser.add_argument("--attention-mode", choices=PatchConfig.CHOICES["attention_mode"], default="ulysses")
     parser.add_argument("--layer-type", choices=tuple(LAYER_TYPES), default="linear")
-    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--hidden", type=count, default=2048)
     parser.add_argument("--heads", help="key and value heads, of full attention query and key/value heads")
-    parser.add_argument("--dim", type=int, help="of a head")
+    parser.add_argument("--dim", type=count, help="of a head")
     parser.add_argument("--models", help=f"for steps, {some(', '.join(bench_step.SHAPES))}; 0.8B,4B")
     parser.add_argument("--layers", help="for steps, at most so many; 4,8 for a line through both")
-    parser.add_argument("--vocab", type=int, help="for steps, instead of the model's own")
+    parser.add_argument("--vocab", type=count, help="for steps, instead of the model's own")
     parser.add_argument("--checkpointing", default="off", help="for steps: off, full or off,full")
     parser.add_argument("--precision", choices=("mixed", "bf16", "fp32"), help="of weights; fp32 for trajectories only")
     parser.add_argument("--documents", type=int, default=1, help="for steps: packed into the row")
@@ -268,11 +319,14 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             "--device cuda: PyTorch sees no CUDA GPU; run it where there is one (hf-cp doctor), or tiny sizes with "
             "--device cpu --layer-code eager --tokens 128 --hidden 64 --heads 2:4 --dim 16, or --models tiny"
         )
+    _check_used(arguments, launched_size())
     if arguments.table == "trajectory":
         return bench_trajectory.run(arguments, argv)
     size, device = launched_size(), choose_device(arguments.device)
     table, *columns = TABLES[arguments.table]
     measure, columns = table(arguments, size), columns[size > 1]
+    for name in ("out", "profile"):
+        make_folder(f"--{name}", getattr(arguments, name))
     found = conditions(arguments.device) | {"command": f"hf-cp bench {' '.join(argv)}".strip()}
     if size > 1:
         found["device"] = f"{size} x {found['device']}"

@@ -746,6 +746,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         ValueError: an option or its file; the same on every rank.
     """
     chosen = _settings(arguments)
+    report.make_folder("--out", arguments.out)
     with (
         _determinism(arguments.deterministic),
         _joined(arguments.device) as (group, device, shares),

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 Row = Mapping[str, Any]
+# What pictures may be written as.
+PICTURES = (".png", ".pdf", ".svg")
 
 
 def installed(name: str) -> str | None:
@@ -105,14 +107,38 @@ def write(
     return files
 
 
-def new_figure(width: float, height: float) -> tuple[Any, Any]:
-    """A figure and its axes, in inches, drawn without a display.
+def make_folder(option: str, folder: Path | None) -> None:
+    """Make the folder of an option before what takes time begins; none is made where none was given.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        ValueError: it cannot be made, or is a file.
     """
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} {folder} cannot be made a folder ({error.strerror}): give another") from None
+
+
+def check_picture(path: Path | None) -> None:
+    """Raise where ``--picture`` could not be drawn, before anything is computed.
+
+    Raises:
+        ValueError: a folder, another format, or matplotlib is not installed.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f"--picture {path} is a folder: give the name of a file")
+    if path.suffix not in PICTURES:
+        raise ValueError(f"--picture {path}: give a name that ends in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
     if find_spec("matplotlib") is None:
-        raise ValueError('a picture needs matplotlib, which is not installed: pip install "hf_cp[pictures]"')
+        raise ValueError(f'--picture {path} needs matplotlib, which is not installed: pip install "hf_cp[pictures]"')
+
+
+def new_figure(width: float, height: float) -> tuple[Any, Any]:
+    """A figure and its axes, in inches, drawn without a display; needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -120,6 +146,13 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure of `new_figure`, in the format of the path's suffix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    """Write a figure of `new_figure`, in the format of the path's suffix.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise ValueError(f"the picture {path} cannot be written ({error.strerror}): give another") from None

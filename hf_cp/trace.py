@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from .regions import PREFIX
-from .report import markdown, new_figure, save
+from .report import check_picture, markdown, new_figure, save
 
 OUTSIDE = "outside"
 _LAYER = re.compile(re.escape(PREFIX) + r"(linear_attn|self_attn)\.(\d+)$")
 _HEAD = PREFIX + "head"
+_SPAN = {"name", "tid", "ts", "dur"}
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _MESSAGE = re.compile(r"gloo:")
 # Operators that only wait, or that only start a message.
@@ -164,7 +165,7 @@ def read(path: Path) -> Trace:
     events = content.get("traceEvents") if isinstance(content, dict) else None
     if not isinstance(events, list):
         raise ValueError(f"{path} has no traceEvents: give what export_chrome_trace wrote")
-    spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    spans = [event for event in events if isinstance(event, dict) and event.get("ph") == "X" and event.keys() >= _SPAN]
     host = [event for event in spans if event.get("cat") in ("cpu_op", "user_annotation")]
     if not host:
         raise ValueError(f"{path} has no operators: profile with ProfilerActivity.CPU")
@@ -265,7 +266,7 @@ def draw(traces: Sequence[Trace], path: Path) -> None:
     """Two lanes a rank, computing and communication, over time; a colour a layer.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        ValueError: the file cannot be written.
     """
     figure, axes = new_figure(14, 1.5 + 1.1 * len(traces))
     layers = list(dict.fromkeys(layer for trace in traces for layer in trace.layers))
@@ -301,8 +302,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Print the table of every rank.
 
     Raises:
-        ValueError: a file that is no trace.
+        ValueError: a file that is no trace, or a picture that cannot be drawn.
     """
+    check_picture(arguments.picture)
     traces = sorted(map(read, arguments.traces), key=lambda trace: trace.rank)
     rows = [row for trace in traces for row in table(trace)]
     if arguments.json:

@@ -216,6 +216,53 @@ def test_unknown_names(options: list[str], said: str, capsys: pytest.CaptureFixt
     assert said in capsys.readouterr().err
 
 
+NO_EFFECT = [
+    ([*LAYER, "--lora", "8"], "--lora with --table layer: it has no effect there, leave it out or give --table step"),
+    ([*LAYER, "--models", "tiny"], "--models with --table layer: it has no effect there, leave it out or give --table"),
+    ([*LAYER, "--steps", "3"], "--steps with --table layer"),
+    ([*STEP, "--hidden", "64"], "--hidden with --table step"),
+    ([*STEP, "--deterministic"], "--deterministic with --table step"),
+    ([*STEP, "--modes", "p2p"], "--modes on one device: it has no effect there, leave it out or start torchrun"),
+    ([*LAYER, "--projection-backend", "fused"], "--projection-backend on one device: it has no effect there"),
+    ([*STEP, "--table", "trajectory", "--liger"], "--liger with --table trajectory"),
+    ([*STEP, "--table", "trajectory", "--profile", "x"], "--profile with --table trajectory"),
+    ([*STEP, "--tokens", "longest"], "--tokens has 'longest' with --device cpu: it fills a GPU's memory"),
+    ([*STEP, "--layer-code", "eager", "--documents", "33"], "--documents 33 in 32 tokens: give fewer, or more tokens"),
+    ([*LAYER, "--heads", "4:2"], "--heads 4:2: give value heads, a multiple of the key heads, such as 16:32"),
+    ([*LAYER, "--heads", "0:0"], "--heads 0:0: give value heads, a multiple of the key heads"),
+    ([*LAYER, "--layer-type", "full", "--heads", "3:2"], "--heads 3:2: give query heads, a multiple of the key/value"),
+    ([*LAYER, "--out", "/dev/null/x"], "--out /dev/null/x cannot be made a folder (Not a directory): give another"),
+    ([*LAYER, "--profile", "/dev/null"], "--profile /dev/null cannot be made a folder (File exists): give another"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), NO_EFFECT)
+def test_what_cannot_be_or_has_no_effect_is_one_line_before_anything_runs(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options) == 2
+    found = capsys.readouterr()
+    assert found.err.startswith(f"hf-cp bench: {said}")
+    assert found.err.count("\n") == 1
+    assert not found.out
+
+
+def test_every_option_of_another_table_is_refused() -> None:
+    """One that is new says in `SERVES` which tables it serves, or all have it."""
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    known = {name for names in bench.SERVES.values() for name in names}
+    every = {"table", "device", "layer_code", "tokens", "local_tokens", "modes", "out"}
+    assert set(vars(parser.parse_args([]))) == known | every
+
+
+@pytest.mark.parametrize("option", ["vocab", "hidden", "dim"])
+def test_sizes_are_above_zero(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*STEP, f"--{option}", "-5"])
+    assert f"argument --{option}: '-5': give a whole number above 0" in capsys.readouterr().err
+
+
 def test_what_fits() -> None:
     shape, training = PUBLISHED["4B"], Training(8192, precision="mixed")
     cut = bench_step.fitting_layers(shape, training, 60 * GIB)

@@ -252,6 +252,8 @@ def test_json_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--model", "0.8B", "--scale", "--write", "x"], "--write with --scale"),
         (["--model", "0.8B", "--scale", "--gpus", "64"], "--gpus with --scale: it has no effect there, leave it out"),
         (["--table", "--lora", "8"], "--lora with --table: it has no effect there"),
+        (["--table", "--batch", "2"], "--batch with --table: it has no effect there"),
+        (["--table", "--precision", "mixed"], "--precision with --table: it has no effect there"),
         (["--model", "0.8B", "--layers", "25"], "--layers 25: the model has 24, give no more"),
         (["--model", "0.8B", "--picture", "x.foo"], "--picture x.foo: give a name that ends in .png"),
         (["--model", "0.8B", "--gpus", "1", "--write", "."], "--write . is a folder: give the name of a file"),
@@ -287,7 +289,22 @@ def test_other_configs_are_refused(changes: dict[str, Any], said: str) -> None:
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "27B", "--gpus", "1"]) == 1
-    assert "Nothing fits" in capsys.readouterr().out
+    offered = "Nothing fits: give more GPUs, shorter sequences, --lora or --precision bf16."
+    assert offered in capsys.readouterr().out
+    # What is asked for already is not offered.
+    options = ["--gpu-memory", "10", "--batch", "2", "--checkpointing", "off", "--lora", "8"]
+    assert main(["plan", "--model", "27B", "--gpus", "1", *options]) == 1
+    offered = "Nothing fits: give more GPUs, shorter sequences, a smaller --batch or --checkpointing full."
+    assert offered in capsys.readouterr().out
+
+
+def test_a_picture_that_fails_leaves_the_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--gpus", "1", "--seq-len", "8k", "--write", str(tmp_path / "x.yaml"), "--picture", "/dev/null/x.png"]
+    assert main(["plan", "--model", "0.8B", *options]) == 2
+    error = capsys.readouterr().err
+    assert "the picture /dev/null/x.png cannot be written (File exists): give another" in error
+    assert error.count("\n") == 1
+    assert (tmp_path / "x.yaml").exists()
 
 
 def test_numbers() -> None:

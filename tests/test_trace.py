@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import hf_cp
-from hf_cp import regions, trace
+from hf_cp import regions, report, trace
 from hf_cp.cli import main
 from hf_cp.testing import World, tiny_qwen3_5
 
@@ -187,7 +187,12 @@ def test_intervals() -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{", "cannot be read as a trace"), ("[]", "has no traceEvents"), ('{"traceEvents": []}', "has no operators")],
+    [
+        ("{", "cannot be read as a trace"),
+        ("[]", "has no traceEvents"),
+        ('{"traceEvents": []}', "has no operators"),
+        ('{"traceEvents": [1, {"ph": "X", "cat": "cpu_op", "dur": 1}]}', "has no operators"),
+    ],
 )
 def test_other_files_are_refused(content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "other.json"
@@ -196,3 +201,18 @@ def test_other_files_are_refused(content: str, said: str, tmp_path: Path, capsys
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_pictures_that_cannot_be_drawn_are_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["trace", "none.json"], ["plan", "--model", "none"]):
+        for picture, said in ((tmp_path, " is a folder"), (tmp_path / "x.txt", ": give a name that ends in .png")):
+            assert main([*command, "--picture", str(picture)]) == 2
+            error = capsys.readouterr().err
+            assert f"--picture {picture}{said}" in error
+            assert error.count("\n") == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(report, "find_spec", lambda name: None)
+            assert main([*command, "--picture", "x.png"]) == 2
+        assert "--picture x.png needs matplotlib, which is not installed: pip install" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import PatchConfig
-from ..report import markdown, new_figure, save
+from ..report import check_picture, markdown, new_figure, save
 from .cost import Cluster, StepCost, refusals, state_seconds, step_cost
 from .launch import launch_yaml, script_options
 from .memory import GIB, MemoryEstimate, Training, estimate
@@ -402,14 +402,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu-memory", type=gigabytes, default=141.0, help="GB of one GPU (1e9 bytes), of which 90 %% are used; 141"
     )
-    parser.add_argument(
-        "--batch", type=count, default=1, help="sequences that one context-parallel group takes at once"
-    )
+    parser.add_argument("--batch", type=count, help="sequences that one context-parallel group takes at once; 1")
     parser.add_argument("--layers", type=count, help="the model's first layers alone")
     parser.add_argument(
         "--checkpointing", choices=("auto", "off", "full"), help="auto, the default: where it is needed"
     )
-    parser.add_argument("--precision", choices=("mixed", "bf16"), default="mixed", help="of weights: fp32 or bf16")
+    parser.add_argument("--precision", choices=("mixed", "bf16"), help="of weights: fp32, the default, or bf16")
     parser.add_argument("--lora", type=count, metavar="RANK", help="train adapters, as recipes/sft.py makes them")
     parser.add_argument("--table", action="store_true", help="what fits how many GPUs, in Markdown, for the recipes")
     parser.add_argument("--scale", action="store_true", help="64 to 1,024 GPUs and 1M to 10M tokens instead")
@@ -426,10 +424,10 @@ def _check(arguments: argparse.Namespace) -> None:
     """
     given = [name for name, value in vars(arguments).items() if value not in (None, False)]
     unused = {
-        "table": ("model", "seq_len", "gpus", "nodes", "gpus_per_node", "layers", "checkpointing", "lora"),
+        "table": ("model", "seq_len", "gpus", "nodes", "gpus_per_node", "batch", "layers", "checkpointing", "lora"),
         "scale": ("seq_len", "gpus", "nodes", "checkpointing", "write"),
     }
-    unused["table"] += ("scale", "json", "write", "picture")
+    unused["table"] += ("precision", "scale", "json", "write", "picture")
     for mode, names in unused.items():
         wrong = [name for name in names if name in given]
         if mode in given and wrong:
@@ -438,18 +436,13 @@ def _check(arguments: argparse.Namespace) -> None:
         return
     if arguments.model is None:
         raise ValueError("--model is missing: give a config.json, a folder with one, or the name of a Qwen3.5")
-    if arguments.lora and arguments.precision != "mixed":
-        raise ValueError(
-            f"--lora {arguments.lora} with --precision {arguments.precision}: adapters are fp32, use mixed"
-        )
+    if arguments.lora and arguments.precision == "bf16":
+        raise ValueError(f"--lora {arguments.lora} with --precision bf16: adapters are fp32, use mixed")
     if arguments.nodes and arguments.gpus_per_node:
         raise ValueError("--nodes with --gpus-per-node: with --nodes, --gpus is that of each node")
-    for name in ("write", "picture"):
-        path = getattr(arguments, name)
-        if path is not None and path.is_dir():
-            raise ValueError(f"--{name} {path} is a folder: give the name of a file")
-    if arguments.picture and arguments.picture.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"--picture {arguments.picture}: give a name that ends in .png, .pdf or .svg")
+    if arguments.write is not None and arguments.write.is_dir():
+        raise ValueError(f"--write {arguments.write} is a folder: give the name of a file")
+    check_picture(arguments.picture)
 
 
 def _shape(arguments: argparse.Namespace) -> ModelShape:
@@ -482,13 +475,12 @@ def run(arguments: argparse.Namespace, argv: list[str]) -> int:
         _print_table(gpu_bytes)
         return 0
     shape = _shape(arguments)
-    title = f"{arguments.model}, {shape.parameters / 1e9:.2f}e9 parameters, {arguments.precision} precision"
+    precision = arguments.precision or "mixed"
+    title = f"{arguments.model}, {shape.parameters / 1e9:.2f}e9 parameters, {precision} precision"
     if arguments.lora:
         title += f", LoRA of rank {arguments.lora}: {shape.adapters(arguments.lora) / 1e6:.1f}e6 trained"
     title += f", GPUs of {arguments.gpu_memory:g} GB"
-    base = Training(
-        arguments.seq_len or 262144, arguments.batch, precision=arguments.precision, lora=arguments.lora or 0
-    )
+    base = Training(arguments.seq_len or 262144, arguments.batch or 1, precision=precision, lora=arguments.lora or 0)
     if arguments.scale:
         return _scale(arguments, shape, base, gpu_bytes, title)
     gpus = arguments.gpus or 8
@@ -550,24 +542,30 @@ def _plan(
             f"{USABLE * gpu_bytes / GIB:.0f} GiB: {100 * USABLE:.0f} % of a GPU, the rest is for fragments and NCCL."
         )
         print("\n".join(_choice_lines(choice, found, cluster)))
-    if arguments.picture:
-        _draw_plan(arguments.picture, shape, found, cluster, title)
-    if choice is None:
-        return 1
-    if arguments.write:
+    if arguments.write and choice is not None:
         text = launch_yaml(shape, choice.training, cluster, "hf-cp plan " + shlex.join(argv))
         try:
             arguments.write.parent.mkdir(parents=True, exist_ok=True)
             arguments.write.write_text(text)
         except OSError as error:
             raise ValueError(f"--write {arguments.write} cannot be written ({error.strerror}): give another") from None
-    return 0
+    if arguments.picture:
+        _draw_plan(arguments.picture, shape, found, cluster, title)
+    return 1 if choice is None else 0
 
 
 def _choice_lines(choice: Candidate | None, found: list[Candidate], cluster: Cluster) -> list[str]:
     """What was chosen and why, in words."""
     if choice is None or choice.cost is None:
-        return ["Nothing fits: more GPUs, shorter sequences, --lora, --checkpointing full or --precision bf16."]
+        training = found[0].training
+        help_yet = {
+            "a smaller --batch": training.batch > 1,
+            "--lora": not training.lora,
+            "--checkpointing full": not any(one.training.checkpointing for one in found),
+            "--precision bf16": training.precision != "bf16" and not training.lora,
+        }
+        options = ["more GPUs", "shorter sequences", *(name for name, helps in help_yet.items() if helps)]
+        return [f"Nothing fits: give {', '.join(options[:-1])} or {options[-1]}."]
     training = choice.training
     chosen = [f"cp_size {training.cp_size}", f"dp_shard_size {training.shards // training.cp_size}"]
     if cluster.gpus > training.shards:
