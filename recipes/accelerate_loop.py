@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
-from sft import DataArguments, ModelArguments, load_model, load_windows
+from sft import DataArguments, ModelArguments, load_model, load_tokenizer, load_windows
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, default_data_collator, get_cosine_schedule_with_warmup, set_seed
+from transformers import default_data_collator, get_cosine_schedule_with_warmup, set_seed
 
 import hf_cp
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
 
     set_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+    tokenizer = load_tokenizer(args.model, args.tokenizer)
     bare = load_model(ModelArguments(args.model), tokenizer).train()
 
     on_cpu = not torch.accelerator.is_available()

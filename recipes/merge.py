@@ -15,7 +15,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--adapter", required=True, help="folder that sft.py --lora_rank wrote")
     parser.add_argument("--output_dir", required=True)
-    parser.add_argument("--dtype", default="float32", help="of the merged weights")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the merged weights"
+    )
     arguments = parser.parse_args(argv)
     adapted = AutoPeftModelForCausalLM.from_pretrained(arguments.adapter, dtype=getattr(torch, arguments.dtype))
     adapted.merge_and_unload().save_pretrained(arguments.output_dir)

@@ -28,7 +28,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-from transformers.utils.import_utils import is_liger_kernel_available
+from transformers.utils.import_utils import is_liger_kernel_available, is_peft_available
 
 # Three Gated DeltaNet layers and one of full attention, as every Qwen3.5 repeats them. The head counts divide by 2.
 NAMED_CONFIGS: dict[str, dict[str, Any]] = {
@@ -53,6 +53,7 @@ NAMED_CONFIGS: dict[str, dict[str, Any]] = {
         },
     }
 }
+DTYPES = ("float32", "bfloat16", "float16")
 LOCAL_FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -117,10 +118,22 @@ def parse(argv: list[str], *kinds: Any, **defaults: Any) -> Any:
             raise ValueError("liger=True, but liger-kernel is not installed: pip install liger-kernel")
         # Its fused loss replaces the forward of the model, and with it the patched one.
         parser.set_defaults(use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": False})
+    if plain.lora_rank < 0:
+        raise ValueError(f"lora_rank={plain.lora_rank}: give a rank above 0, or 0 to train all weights.")
+    if plain.lora_rank and not is_peft_available():
+        raise ValueError(f"lora_rank={plain.lora_rank}, but peft is not installed: pip install peft")
     return parser.parse_args_into_dataclasses(argv)
 
 
+def load_tokenizer(model: str, tokenizer: str | None) -> Any:
+    if tokenizer is None and model in NAMED_CONFIGS:
+        raise ValueError(f"tokenizer is not given, and model={model!r} has none: give a folder or a hub name.")
+    return AutoTokenizer.from_pretrained(tokenizer or model)
+
+
 def load_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    if args.dtype not in DTYPES:
+        raise ValueError(f"dtype={args.dtype!r} is not supported: choose {' or '.join(map(repr, DTYPES))}.")
     dtype = getattr(torch, args.dtype)
     if args.model not in NAMED_CONFIGS:
         return AutoModelForCausalLM.from_pretrained(
@@ -153,6 +166,10 @@ def data_source(dataset: str, split: str, config: str | None = None) -> dict[str
 
 def load_windows(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Dataset | IterableDataset:
     """Token windows of `seq_len`: the texts one after the other, an end-of-text token after each, cut where full."""
+    if args.seq_len < 2:
+        raise ValueError(f"seq_len={args.seq_len}: give at least 2 tokens, since the first is not predicted.")
+    if args.eval_windows < 0:
+        raise ValueError(f"eval_windows={args.eval_windows}: give a number of windows to hold out, or 0.")
     source = data_source(args.dataset, args.split, args.dataset_config)
     if LOCAL_FORMATS.get(Path(args.dataset).suffix) == "text":
         source["sample_by"] = "document"  # the file is one text, not one a line
@@ -172,9 +189,12 @@ def load_windows(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> Dat
 
     windows = texts.map(pack, batched=True, batch_size=args.pack_batch, remove_columns=columns)
     windows = windows.map(lambda batch: {"labels": batch["input_ids"]}, batched=True)
-    if isinstance(windows, Dataset) and len(windows) <= args.eval_windows:
+    needed = args.eval_windows + (not args.evaluate_only)
+    # A stream is read as far as that.
+    found = len(windows) if isinstance(windows, Dataset) else sum(1 for _ in windows.take(needed))
+    if found < needed:
         raise ValueError(
-            f"dataset={args.dataset!r} holds {len(windows)} windows of seq_len={args.seq_len} tokens, of which "
+            f"dataset={args.dataset!r} holds {found} windows of seq_len={args.seq_len} tokens, of which "
             f"eval_windows={args.eval_windows} are held out: give more text or a smaller seq_len."
         )
     return windows
@@ -185,7 +205,7 @@ def main(argv: list[str]) -> None:
     if data_args.evaluate_only and not data_args.eval_windows:
         raise ValueError("evaluate_only=True with eval_windows=0: give the number of windows to evaluate on.")
     set_seed(training_args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.tokenizer or model_args.model)
+    tokenizer = load_tokenizer(model_args.model, model_args.tokenizer)
     model = load_model(model_args, tokenizer)
     with training_args.main_process_first(desc="packing the data set"):
         windows = load_windows(data_args, tokenizer)

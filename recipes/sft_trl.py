@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 from datasets import load_dataset
-from sft import ModelArguments, data_source, load_model, lora_config, parse
-from transformers import AutoTokenizer, set_seed
+from sft import ModelArguments, data_source, load_model, load_tokenizer, lora_config, parse
+from transformers import set_seed
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
         argv, ModelArguments, DocumentArguments, SFTConfig, padding_free=True, max_length=None
     )
     set_seed(training_args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.tokenizer or model_args.model)
+    tokenizer = load_tokenizer(model_args.model, model_args.tokenizer)
     model = load_model(model_args, tokenizer)
 
     if model_args.patch:

@@ -139,7 +139,14 @@ def test_windows_are_the_texts_one_after_the_other(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"text_column": "body"}, "text_column='body'"), ({"seq_len": 10**6}, "holds 0 windows of seq_len=1000000")],
+    [
+        ({"text_column": "body"}, "text_column='body'"),
+        ({"seq_len": 10**6}, "holds 0 windows of seq_len=1000000"),
+        ({"seq_len": 10**6, "streaming": True}, "holds 0 windows of seq_len=1000000"),
+        ({"eval_windows": 10**6, "streaming": True}, "of which eval_windows=1000000 are held out"),
+        ({"seq_len": 1}, "seq_len=1: give at least 2 tokens"),
+        ({"eval_windows": -1}, "eval_windows=-1: give a number of windows"),
+    ],
 )
 def test_unusable_data_is_one_line_that_names_the_field(
     options: dict[str, Any], message: str, text_file: Path, tokenizer: PreTrainedTokenizerBase
@@ -147,6 +154,34 @@ def test_unusable_data_is_one_line_that_names_the_field(
     with pytest.raises(ValueError, match=message) as raised:
         sft.load_windows(sft.DataArguments(dataset=str(text_file), **options), tokenizer)
     assert "\n" not in str(raised.value)
+
+
+def test_all_windows_may_be_evaluated_on(text_file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    count = len(sft.load_windows(sft.DataArguments(str(text_file)), tokenizer))
+    every = sft.DataArguments(str(text_file), eval_windows=count)
+    with pytest.raises(ValueError, match=f"of which eval_windows={count} are held out"):
+        sft.load_windows(every, tokenizer)
+    every.evaluate_only = True
+    assert len(sft.load_windows(every, tokenizer)) == count
+
+
+@pytest.mark.parametrize("script", ["sft", "sft_trl", "accelerate_loop"])
+def test_a_model_without_a_tokenizer_is_one_line(
+    script: str, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(RECIPES)
+    command = ["--model", "tiny", "--dataset", str(text_file), "--output_dir", str(tmp_path), "--max_steps", "1"]
+    with pytest.raises(ValueError, match=r"^tokenizer is not given, and model='tiny' has none: give a folder or"):
+        load(script).main(command)
+
+
+def test_other_dtypes_are_refused(tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]) -> None:
+    for dtype in ("float31", "nn", "int8"):
+        with pytest.raises(ValueError, match=f"^dtype='{dtype}' is not supported: choose 'float32' or 'bfloat16' or"):
+            sft.load_model(sft.ModelArguments("tiny", dtype=dtype), tokenizer)
+        with pytest.raises(SystemExit):
+            load("merge").main(["--adapter", "none", "--output_dir", "none", "--dtype", dtype])
+        assert f"argument --dtype: invalid choice: '{dtype}'" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -406,6 +441,14 @@ def test_missing_liger_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sft, "is_liger_kernel_available", lambda: False)
     with pytest.raises(ValueError, match=r"^liger=True, but liger-kernel is not installed: [a-z -]+$"):
         sft.main(["--model", "tiny", "--dataset", "x.txt", "--output_dir", "x", "--no_patch", "--liger"])
+
+
+def test_missing_peft_and_ranks_below_zero_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sft, "is_peft_available", lambda: False)
+    command = ["--model", "tiny", "--dataset", "x.txt", "--output_dir", "x", "--no_patch", "--lora_rank"]
+    for rank, said in (("4", "lora_rank=4, but peft is not installed: pip install peft"), ("-4", "lora_rank=-4: give")):
+        with pytest.raises(ValueError, match=f"^{said}"):
+            sft.main([*command, rank])
 
 
 def test_nothing_to_evaluate_on_is_refused() -> None:
