@@ -714,6 +714,12 @@ def _settings(arguments: argparse.Namespace) -> _Settings:
             raise ValueError(f"--{name} {getattr(arguments, name)}: give at least 1")
     if not given["tokens"].isdecimal() or int(given["tokens"]) < 1 or arguments.local_tokens is not None:
         raise ValueError("--tokens: give one number for trajectories, the tokens of a window over all ranks")
+    if int(given["tokens"]) < 2:
+        raise ValueError(f"--tokens {given['tokens']}: give at least 2, since the first token is not predicted")
+    for name in BOUNDS:
+        bound = getattr(arguments, name)
+        if bound is not None and not bound >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {bound:g}: give a relative error, 0 or more")
     if given["models"] not in SHAPES:
         raise ValueError(f"--models {given['models']}: give {' or '.join(SHAPES)} for trajectories")
     choices = PatchConfig.CHOICES

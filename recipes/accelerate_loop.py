@@ -40,6 +40,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; the weights stay fp32")
     parser.add_argument("--gdn_backend", default="triton", help="triton, gluon or eager, as in sft.py")
     args = parser.parse_args(argv)
+    for name in ("cp_size", "batch_size", "accumulation", "max_steps"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name}={getattr(args, name)}: give a number above 0.")
 
     set_seed(0)
     tokenizer = load_tokenizer(args.model, args.tokenizer)

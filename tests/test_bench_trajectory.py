@@ -144,6 +144,9 @@ def test_windows_and_what_is_refused(tmp_path: Path) -> None:
     assert "has token 256" in refusal([*small, "--data", str(other)])
     assert "--modes has 'ring'" in refusal([*small, "--linear-mode", "ring"])
     assert "--steps 0" in refusal([*small, "--steps", "0"])
+    assert "--tokens 1: give at least 2" in refusal([*small, "--tokens", "1"])
+    assert "--bound-norm -1: give a relative error" in refusal([*small, "--bound-norm", "-1"])
+    assert "--out /dev/null/x cannot be made a folder" in refusal([*small, "--out", "/dev/null/x"])
     # Refused before there need be a GPU.
     gpu = [*small, "--deterministic", "--device", "cuda"]
     assert "--one-device stock: on GPUs" in refusal([*gpu, "--one-device", "stock"], bench_trajectory.run)

@@ -165,6 +165,17 @@ def test_all_windows_may_be_evaluated_on(text_file: Path, tokenizer: PreTrainedT
     assert len(sft.load_windows(every, tokenizer)) == count
 
 
+@pytest.mark.parametrize("name", ["cp_size", "batch_size", "accumulation", "max_steps"])
+def test_sizes_of_the_loop_are_above_zero(
+    name: str, text_file: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(RECIPES)
+    command = ["--model", "tiny", "--tokenizer", str(tokenizer_folder), "--dataset", str(text_file)]
+    command += ["--output_dir", str(tmp_path), "--max_steps", "1", f"--{name}", "0"]
+    with pytest.raises(ValueError, match=f"^{name}=0: give a number above 0"):
+        load("accelerate_loop").main(command)
+
+
 @pytest.mark.parametrize("script", ["sft", "sft_trl", "accelerate_loop"])
 def test_a_model_without_a_tokenizer_is_one_line(
     script: str, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
