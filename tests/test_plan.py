@@ -251,6 +251,7 @@ def test_json_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--model", "0.8B", "--gpus", "12"], "--gpus 12 is not a multiple of --gpus-per-node 8"),
         (["--model", "0.8B", "--scale", "--write", "x"], "--write with --scale"),
         (["--model", "0.8B", "--scale", "--gpus", "64"], "--gpus with --scale: it has no effect there, leave it out"),
+        (["--model", "0.8B", "--scale", "--gpus-per-node", "3"], "--gpus-per-node 3 with --scale: give a number that"),
         (["--table", "--lora", "8"], "--lora with --table: it has no effect there"),
         (["--table", "--batch", "2"], "--batch with --table: it has no effect there"),
         (["--table", "--precision", "mixed"], "--precision with --table: it has no effect there"),

@@ -494,8 +494,14 @@ def run(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _scale(arguments: argparse.Namespace, shape: ModelShape, base: Training, gpu_bytes: float, title: str) -> int:
-    """Print the answers for many GPUs and long sequences."""
+    """Print the answers for many GPUs and long sequences.
+
+    Raises:
+        ValueError: nodes that do not make up as many GPUs.
+    """
     per_node = arguments.gpus_per_node or 8
+    if SCALE_GPUS[0] % per_node:
+        raise ValueError(f"--gpus-per-node {per_node} with --scale: give a number that divides {SCALE_GPUS[0]}")
     rows, shared = scale_rows(shape, base, per_node, gpu_bytes), shared_rows(shape, base, per_node)
     states = state_rows(shape, base, Cluster(SCALE_GPUS[-1], per_node))
     limits = scaling_limits(shape, base, per_node, rows)
