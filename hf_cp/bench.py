@@ -28,9 +28,9 @@ norm against one device, growth of memory, and whether runs are equal bit by bit
 row is the one device against a second run of itself. The status is 1 where a bound is exceeded. Ranks may share a card.
 Without torchrun, the one device alone, whose curve --reference reads.
 
-What is further from fp64, in its output or any gradient, than twice stock's own error is not timed. On a CPU, sizes are
-tiny and say nothing about speed. --out FOLDER keeps the table as JSON, Markdown and a picture; --profile FOLDER one
-more run of each row as a trace a rank, for hf-cp trace.
+What is further from fp64, in its output or any gradient, than twice stock's own error (of packed documents, that of
+pure torch on one device) is not timed. On a CPU, sizes are tiny and say nothing about speed. --out FOLDER keeps the
+table as JSON, Markdown and a picture; --profile FOLDER one more run of each row as a trace a rank, for hf-cp trace.
 """
 
 from __future__ import annotations

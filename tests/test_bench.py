@@ -379,6 +379,10 @@ def test_steps_between_ranks(world: Worlds, tmp_path: Path, capsys: pytest.Captu
     assert all("x layers" in row["note"] for row in rows[4:])
 
     traces = tmp_path / "traces"
+    # Short documents are further from fp64 in bf16 than one sequence is, on one device too.
+    ranks = world(2).run(run_command, [*RANKS_STEP, "--modes", "p2p", "--documents", "5"])
+    assert "| p2p/ulysses | 2 | 32 | 16 | off | eager, 5 documents |" in ranks[0][1], ranks
+    assert "tiny: eager, 5 documents, p2p/ulysses is at most" in ranks[0][2]
     ranks = world(2).run(run_command, [*RANKS_STEP, "--modes", "p2p", "--lora", "4"])
     assert "| p2p/ulysses | 2 | 32 | 16 | off | eager, lora 4 |" in ranks[0][1], ranks
     command = [*RANKS_STEP, "--modes", "allgather", "--attention-mode", "allgather", "--checkpointing", "full"]
