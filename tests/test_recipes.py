@@ -503,7 +503,8 @@ def test_phases_of_measuring_are_commands_that_exist(tmp_path: Path) -> None:
         for module in re.findall(r"-m (hf_cp\S+)", command):
             assert importlib.util.find_spec(module), module
         _, _, options = command.partition("-m hf_cp.bench ")
-        parser.parse_args(shlex.split(options))
+        processes = re.search(r"--nproc-per-node (\d)", command)
+        bench._check_used(parser.parse_args(shlex.split(options)), int(processes[1]) if processes else 1)
         _, kernels, options = command.partition("-m hf_cp.kernels.gdn.bench ")
         if kernels:
             gdn_bench.parse(shlex.split(options.replace("FOLDER", str(tmp_path))))
