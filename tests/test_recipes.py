@@ -165,6 +165,18 @@ def test_all_windows_may_be_evaluated_on(text_file: Path, tokenizer: PreTrainedT
     assert len(sft.load_windows(every, tokenizer)) == count
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "has no adapter_config.json: give"), ({"base_model_name_or_path": ""}, "names no model: train it on one")],
+)
+def test_what_cannot_be_merged_is_one_line(content: Any, said: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"^adapter='{tmp_path}' {said}") as raised:
+        load("merge").main(["--adapter", str(tmp_path), "--output_dir", str(tmp_path / "merged")])
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("name", ["cp_size", "batch_size", "accumulation", "max_steps"])
 def test_sizes_of_the_loop_are_above_zero(
     name: str, text_file: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
