@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,7 @@ from hf_cp.testing import (
     World,
     allow_fsdp2_on_cpu,
     fill_uninitialized,
+    free_port,
     relative_error,
     run_cases,
     run_ranks,
@@ -632,6 +634,13 @@ def test_a_world_reports_failures_and_recovers(world: Worlds) -> None:
         world(2).run(dies)
     assert world(2).run(adds, 5) == [5, 6]
     assert time.monotonic() - started < 30
+
+
+def test_a_port_that_is_taken_is_not_given_again() -> None:
+    with socket.socket() as held:
+        port = free_port()
+        held.bind(("", port))
+        assert free_port() != port
 
 
 def test_cases_share_a_world() -> None:
