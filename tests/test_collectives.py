@@ -188,7 +188,13 @@ def dense_states(M: list[Tensor | None], h: list[Tensor], rank: int, reverse: bo
 
 
 def state_passing(
-    rank: int, size: int, mode: str, dtype: torch.dtype, new_document_on: int | None, cut: int | None
+    rank: int,
+    size: int,
+    mode: str,
+    dtype: torch.dtype,
+    new_document_on: int | None,
+    cut: int | None,
+    autocast: bool = False,
 ) -> tuple[float, float]:
     mesh = mesh_of_world()
     start = {"chain": c.start_state_chain, "gather": c.start_gather_states}[mode]
@@ -197,9 +203,11 @@ def state_passing(
     values = []
     for reverse, added in ((False, h), (True, dh)):
         accept = cut != (rank + 1 if reverse else rank)
-        with CommunicationLog() as log, fill_uninitialized():
+        lower = torch.autocast(h[rank].device.type, torch.bfloat16, enabled=autocast)
+        with CommunicationLog() as log, fill_uninitialized(), lower:
             pending = start(M[rank], added[rank], mesh, reverse=reverse, accept=accept)
             value = pending.wait()
+        assert value.dtype == dtype
         wanted = dense_states(M, added, rank, reverse, cut)
         assert relative_error(value, wanted) <= 16 * torch.finfo(dtype).eps
         one = B * HV * K * V * dtype.itemsize
@@ -217,10 +225,11 @@ def state_passing(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mode", ["chain", "gather"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_states_against_dense(world: Worlds, size: int, mode: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "autocast"), [(torch.float64, False), (torch.float32, False), (torch.float32, True)])
+def test_states_against_dense(world: Worlds, size: int, mode: str, dtype: torch.dtype, autocast: bool) -> None:
+    """Autocast lowers no state: neither its value, nor the message that the next rank waits for."""
     for new_document_on, cut in [(None, None), (1, None), (None, 1), (0, size - 1), (size - 1, size - 1)]:
-        parts = world(size).run(state_passing, mode, dtype, new_document_on, cut)
+        parts = world(size).run(state_passing, mode, dtype, new_document_on, cut, autocast)
         left, right = (sum(part) for part in zip(*parts, strict=True))
         assert left == pytest.approx(right, rel=1e-11 if dtype == torch.float64 else 1e-4, abs=1e-4)
 
