@@ -598,10 +598,12 @@ def all_reduce_(x: Tensor, mesh: CpMesh) -> Tensor:
 
 
 def _advance(M: Tensor | None, h: Tensor, state: Tensor | None, reverse: bool) -> Tensor:
-    """`M state + h`, with M transposed in reverse; a missing M or state is zero."""
+    """`M state + h` in h's dtype, with M transposed in reverse; a missing M or state is zero."""
     if M is None or state is None:
         return h
-    return torch.matmul(M.mT if reverse else M, state).add_(h)
+    # Autocast would make bf16 of it, half of the message that the next rank waits for.
+    with torch.autocast(h.device.type, enabled=False):
+        return torch.matmul(M.mT if reverse else M, state).add_(h)
 
 
 def _check_states(M: Tensor | None, h: Tensor) -> None:

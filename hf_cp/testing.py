@@ -588,7 +588,6 @@ class World:
         return path.read_text() if path.exists() else ""
 
 
-@functools.cache
 def free_port() -> int:
     """A port that nothing on this machine listens at, for ranks to meet at.
 
@@ -605,6 +604,7 @@ def free_port() -> int:
     raise OSError("no port between 20000 and 30000 is free")
 
 
+@functools.cache
 def _fork_server() -> Any:
     # Forked children inherit these; they are read when torch is imported.
     saved = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,7 @@ from hf_cp.testing import (
     World,
     allow_fsdp2_on_cpu,
     fill_uninitialized,
+    free_port,
     relative_error,
     run_cases,
     run_ranks,
@@ -186,7 +188,13 @@ def dense_states(M: list[Tensor | None], h: list[Tensor], rank: int, reverse: bo
 
 
 def state_passing(
-    rank: int, size: int, mode: str, dtype: torch.dtype, new_document_on: int | None, cut: int | None
+    rank: int,
+    size: int,
+    mode: str,
+    dtype: torch.dtype,
+    new_document_on: int | None,
+    cut: int | None,
+    autocast: bool = False,
 ) -> tuple[float, float]:
     mesh = mesh_of_world()
     start = {"chain": c.start_state_chain, "gather": c.start_gather_states}[mode]
@@ -195,9 +203,11 @@ def state_passing(
     values = []
     for reverse, added in ((False, h), (True, dh)):
         accept = cut != (rank + 1 if reverse else rank)
-        with CommunicationLog() as log, fill_uninitialized():
+        lower = torch.autocast(h[rank].device.type, torch.bfloat16, enabled=autocast)
+        with CommunicationLog() as log, fill_uninitialized(), lower:
             pending = start(M[rank], added[rank], mesh, reverse=reverse, accept=accept)
             value = pending.wait()
+        assert value.dtype == dtype
         wanted = dense_states(M, added, rank, reverse, cut)
         assert relative_error(value, wanted) <= 16 * torch.finfo(dtype).eps
         one = B * HV * K * V * dtype.itemsize
@@ -215,10 +225,11 @@ def state_passing(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mode", ["chain", "gather"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_states_against_dense(world: Worlds, size: int, mode: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "autocast"), [(torch.float64, False), (torch.float32, False), (torch.float32, True)])
+def test_states_against_dense(world: Worlds, size: int, mode: str, dtype: torch.dtype, autocast: bool) -> None:
+    """Autocast lowers no state: neither its value, nor the message that the next rank waits for."""
     for new_document_on, cut in [(None, None), (1, None), (None, 1), (0, size - 1), (size - 1, size - 1)]:
-        parts = world(size).run(state_passing, mode, dtype, new_document_on, cut)
+        parts = world(size).run(state_passing, mode, dtype, new_document_on, cut, autocast)
         left, right = (sum(part) for part in zip(*parts, strict=True))
         assert left == pytest.approx(right, rel=1e-11 if dtype == torch.float64 else 1e-4, abs=1e-4)
 
@@ -632,6 +643,13 @@ def test_a_world_reports_failures_and_recovers(world: Worlds) -> None:
         world(2).run(dies)
     assert world(2).run(adds, 5) == [5, 6]
     assert time.monotonic() - started < 30
+
+
+def test_a_port_that_is_taken_is_not_given_again() -> None:
+    with socket.socket() as held:
+        port = free_port()
+        held.bind(("", port))
+        assert free_port() != port
 
 
 def test_cases_share_a_world() -> None:

@@ -85,6 +85,26 @@ def test_messages_of_each_mode(world: Worlds, size: int) -> None:
     world(size).run(formula_case, timeout=90)
 
 
+def autocast_case(rank: int, size: int) -> None:
+    for attention in ATTENTION:
+        model = patched("p2p", attention)
+        ids = ids_of(LENGTH)
+        with CommunicationLog() as log, torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        found = messages(log)
+        with CommunicationLog() as log:
+            loss.backward()
+        for backward in (False, True):
+            expected = Counter((name, n // 2) for name, n in attention_messages(attention, size, backward=backward))
+            assert not expected - found, f"{attention}, {backward=}: {found} for {expected}"
+            found = messages(log)
+
+
+def test_autocast_halves_attention_messages(world: Worlds) -> None:
+    """q and k come out of the rotary embedding in fp32, and would be rounded only behind the exchange."""
+    world(2).run(autocast_case)
+
+
 def silent_case(rank: int, size: int) -> None:
     model = patched("p2p", "ulysses")
     ids = ids_of(LENGTH)

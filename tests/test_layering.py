@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     tuple(
         f"hf_cp.{name}"
         for name in [
-            *("class_swap", "collectives", "compilation", "context", "entry"),
+            *("autocast", "class_swap", "collectives", "compilation", "context", "entry"),
             *("layout", "loss", "mesh", "regions", "startup", "state"),
         ]
     ),

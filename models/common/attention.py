@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from hf_cp.autocast import autocast_dtype
 from hf_cp.compilation import outside_graphs
 from hf_cp.context import CpContext
 from hf_cp.modes import attention as modes
@@ -92,6 +93,9 @@ def attention_function(
     name, stock = _stock(module)
     if cp_context is None:
         return stock(_ModuleView(module, module.num_key_value_groups), query, key, value, attention_mask, **kwargs)
+    dtype = autocast_dtype(query.device)
+    if dtype is not None:  # the rotary embedding may have made fp32 of q and k; exchanges and segments take what comes
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     with region("self_attn", module.layer_idx):
         if cp_context.mesh.cp_size == 1:
             return _attend(module, query, key, value, attention_mask, cp_context, **kwargs), None

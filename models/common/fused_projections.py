@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hf_cp.autocast import autocast_dtype
 from hf_cp.class_swap import stock_class
 from hf_cp.collectives import start_exchange_sequence_to_heads
 from hf_cp.compilation import outside_graphs
@@ -113,8 +114,7 @@ def check(module: Any, names: tuple[str, ...]) -> None:
 
 def _computed(x: torch.Tensor, *weights: torch.Tensor) -> list[torch.Tensor]:
     """Operands in the dtype that a linear layer would compute in here."""
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype = autocast_dtype(x.device) or x.dtype
     if any(isinstance(weight, DTensor) for weight in weights):
         raise ValueError(
             'projection_backend="fused": a weight is a DTensor in its forward, as with tensor parallelism: use '

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from hf_cp.autocast import autocast_dtype
 from hf_cp.class_swap import is_patched
 
 
@@ -49,8 +50,8 @@ def forward(module: Any, stock_forward: Any, x: torch.Tensor, cp_late: tuple[Lat
     if cp_late is None:
         return stock_forward(module, x)
     weight = module.weight.detach()
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = autocast_dtype(x.device)
+    if dtype is not None:
         x, weight = x.to(dtype), weight.to(dtype)
     late, token = cp_late
     return _Projection.apply(x, weight, token, late)
