@@ -119,7 +119,8 @@ class ComposedStages:
         batch, seq_len = k.shape[:2]
         count = 1 if edge_states is None else _segment_count(k, v, cu_seqlens)
         final_states, edges = [], []
-        groups = [_ALL] if count == 1 else [slice(n, n + 1) for n in range(batch)]
+        # A packed row has the states of all its documents.
+        groups = [_ALL] if batch == 1 or count == 1 else [slice(n, n + 1) for n in range(batch)]
         for rows in groups:
             row_state, row_edges = _of(state, rows), []
             for index, part in enumerate(cut_in_parts(batch // len(groups), seq_len, cu_seqlens, count)):
@@ -368,7 +369,7 @@ def _row_groups(k: torch.Tensor, v: torch.Tensor) -> list[slice]:
 
 
 def _part(x: torch.Tensor, rows: slice, tokens: slice) -> torch.Tensor:
-    """Contiguous where `rows` is one, or `tokens` are all."""
+    """Contiguous of one row, or where `tokens` are all."""
     x = x if rows == _ALL else x[rows]
     return x if tokens == _ALL else x[:, tokens]
 
