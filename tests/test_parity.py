@@ -49,10 +49,11 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def step(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def step(model: Any, autocast: bool = False, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of one call, averaged over the group where the model is patched."""
     model.zero_grad(set_to_none=True)
-    loss = model(**inputs).loss
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**inputs).loss
     loss.backward()
     if "_hf_cp" in model.__dict__:
         hf_cp.average_gradients(model)
@@ -115,6 +116,23 @@ def test_fewer_tokens_than_the_convolution_has_taps_on_eight_ranks(world: Worlds
 
 def test_odd_world_and_heads_that_only_gathering_serves(world: Worlds) -> None:
     assert_small(world(3).run(lengths_case, 50, [("p2p", "allgather"), ("allgather", "allgather")], {}, timeout=120))
+
+
+def autocast_case(rank: int, size: int) -> dict[str, float]:
+    """Errors against fp32, as multiples of stock's own under autocast."""
+    model, ids = tiny_qwen3_5().train(), token_ids(2, 130)
+    _, exact = step(model, input_ids=ids, labels=ids)
+    allowed = worst(step(model, autocast=True, input_ids=ids, labels=ids)[1], exact)
+
+    def check() -> dict[str, float]:
+        return {"gradients": worst(step(model, autocast=True, input_ids=ids, labels=ids)[1], exact) / allowed}
+
+    return each_pair(model, check)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_autocast(world: Worlds, size: int) -> None:
+    assert_small(world(size).run(autocast_case, timeout=120), 2.0)
 
 
 @pytest.mark.gpu(2)
