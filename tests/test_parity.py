@@ -49,7 +49,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def step(model: Any, autocast: bool = False, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def step(model: Any, autocast: bool = False, /, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of one call, averaged over the group where the model is patched."""
     model.zero_grad(set_to_none=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -122,10 +122,10 @@ def autocast_case(rank: int, size: int) -> dict[str, float]:
     """Errors against fp32, as multiples of stock's own under autocast."""
     model, ids = tiny_qwen3_5().train(), token_ids(2, 130)
     _, exact = step(model, input_ids=ids, labels=ids)
-    allowed = worst(step(model, autocast=True, input_ids=ids, labels=ids)[1], exact)
+    allowed = worst(step(model, True, input_ids=ids, labels=ids)[1], exact)
 
     def check() -> dict[str, float]:
-        return {"gradients": worst(step(model, autocast=True, input_ids=ids, labels=ids)[1], exact) / allowed}
+        return {"gradients": worst(step(model, True, input_ids=ids, labels=ids)[1], exact) / allowed}
 
     return each_pair(model, check)
 
