@@ -479,9 +479,9 @@ def cases(arguments: Any, variants: Sequence[tuple[str, dict[str, str]]], ranks:
         shape = SHAPES[name].with_layers(int(layers) or len(SHAPES[name].layer_types))
         if arguments.vocab:
             shape = replace(shape, vocab=arguments.vocab)
-        how: Any = (checkpointing == "full", arguments.precision, (3, 10), settings)
-        how = (*how, arguments.liger, arguments.lora, arguments.compile, arguments.documents)
-        case = Case(name, shape, implementation, 8192, *how)
+        how: Any = {"liger": arguments.liger, "lora": arguments.lora, "compiled": arguments.compile}
+        how |= {"settings": settings, "documents": arguments.documents}
+        case = Case(name, shape, implementation, 8192, checkpointing == "full", arguments.precision, (3, 10), **how)
         length = longest(shape, case.training(ranks), room) if tokens == "longest" else int(tokens)
         case = replace(case, tokens=length)
         if room:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .bench import BF16, PEAK, ROWS, Row, draw, error, product
+from .bench import BF16, PEAK, ROWS, Row, draw, error, product, require
 from .fused import FusedBackend
 from .plan import Tuning
 from .reference import TorchBackend
@@ -150,8 +150,7 @@ def main() -> None:
             case.prepare()
             wrong = error(case.fused(), case.nccl())
             workspace.check()
-            if not wrong < 4e-3:
-                raise SystemExit(f"{name}: relative error {wrong:.2e} must be below 4e-03; nothing was timed")
+            require(wrong, name)
             candidates |= {"pure": case.pure, "product and NCCL": case.nccl, f"fused, copies {copies}": case.fused}
         times = time_all(candidates)
         operations = 2 * row.L * row.M * row.N * row.K / 1e9
